@@ -1,0 +1,121 @@
+"""The sequence coroutine: its states, the one table of legal moves, and the story of what happened to it.
+
+A coroutine is data, never a Python frame, because it must cross processes (paper section A2; rejected alternative: a
+generator per sequence).  Waiting sequences are rows of arrays, so a million of them cost a few megabytes.
+
+Prefill or decode is not a state: a sequence whose tokens with KV are fewer than its known tokens computes the missing
+ones, whether they came from the prompt or were generated before a yield dropped their KV.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bgmpi.errors import InternalError
+
+
+class State(IntEnum):
+    """Where a sequence stands; each has two sentences in docs/architecture.md."""
+
+    WAITING = 0
+    ACTIVE = 1
+    YIELDED = 2
+    MOVING = 3
+    SHARDED = 4
+    DONE = 5
+    FAILED = 6
+
+
+class Module(IntEnum):
+    """Module boundaries at which a coroutine can stand (option B of the paper: attention | experts)."""
+
+    ATTENTION = 0
+    EXPERTS = 1
+    HEAD = 2
+
+
+_MOVES: dict[State, tuple[State, ...]] = {
+    State.WAITING: (State.ACTIVE, State.MOVING, State.FAILED),
+    State.ACTIVE: (State.YIELDED, State.SHARDED, State.DONE, State.FAILED),
+    State.YIELDED: (State.ACTIVE, State.WAITING, State.MOVING, State.SHARDED, State.FAILED),
+    State.MOVING: (State.YIELDED, State.WAITING, State.FAILED),
+    State.SHARDED: (State.YIELDED, State.DONE, State.FAILED),
+    State.DONE: (),
+    State.FAILED: (),
+}
+
+
+def legal_moves() -> NDArray[np.bool_]:
+    """Return the table of legal moves, bool [from, to]."""
+    table = np.zeros((len(State), len(State)), dtype=bool)
+    for source, targets in _MOVES.items():
+        table[source, list(targets)] = True
+    return table
+
+
+class IllegalMove(InternalError):
+    """A coroutine was asked to make a move that the table does not hold; the message tells its story."""
+
+
+class StateTable:
+    """State and owner of every sequence, with a bounded story.
+
+    state: int8 [sequences]; owner: int32 [sequences], the rank that holds it, -1 for nobody.  The last
+    `story_moves` moves are kept in a ring, so `story` can say how a sequence came to where it is.
+    """
+
+    def __init__(self, sequences: int, story_moves: int = 4096) -> None:
+        self.state: NDArray[np.int8] = np.full(sequences, State.WAITING, np.int8)
+        self.owner: NDArray[np.int32] = np.full(sequences, -1, np.int32)
+        self.counts: NDArray[np.int64] = np.zeros(len(State), np.int64)
+        self.counts[State.WAITING] = sequences
+        self._legal = legal_moves()
+        self._story: NDArray[np.int64] = np.full((story_moves, 4), -1, np.int64)
+        self._told = 0
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+    def move(self, sequences: NDArray[np.int64], target: State, *, round_number: int = 0) -> None:
+        """Move `sequences` int64 [k] (each at most once) to `target`; raise IllegalMove and change nothing if any
+        may not."""
+        if not len(sequences):
+            return
+        sources = self.state[sequences]
+        bad = ~self._legal[sources, target]
+        if bad.any():
+            first = int(sequences[bad][0])
+            raise IllegalMove(
+                f"sequence {first}: {State(int(self.state[first])).name.lower()} -> {target.name.lower()} is not a "
+                f"legal move; {int(bad.sum())} of {len(sequences)} refused. Story: {self.story(first)}"
+            )
+        self.counts -= np.bincount(sources, minlength=len(State))
+        self.counts[target] += len(sequences)
+        self.state[sequences] = target
+        size = len(self._story)
+        tail = min(len(sequences), size)
+        at = (self._told + len(sequences) - tail + np.arange(tail)) % size
+        self._story[at, 0] = round_number
+        self._story[at, 1] = sequences[-tail:]
+        self._story[at, 2] = sources[-tail:]
+        self._story[at, 3] = target
+        self._told += len(sequences)
+
+    def story(self, sequence: int) -> str:
+        """Tell the remembered moves of one sequence, oldest first."""
+        ring = np.roll(self._story, -(self._told % len(self._story)), axis=0)
+        lines = [
+            f"round {r}: {State(int(a)).name.lower()} -> {State(int(b)).name.lower()}"
+            for r, s, a, b in ring
+            if s == sequence
+        ]
+        return "; ".join(lines) or "no move remembered"
+
+    def check(self) -> None:
+        """Raise InternalError unless the counts equal what the table holds (law 5 in part)."""
+        real = np.bincount(self.state, minlength=len(State))
+        if not np.array_equal(real, self.counts):
+            raise InternalError(f"state counts {self.counts.tolist()} differ from the table's {real.tolist()}")

@@ -1,0 +1,148 @@
+"""THE seam: everything the model asks of a device, in about a dozen calls.
+
+Above this file the names of devices and kernel compilers do not occur; below it nothing is known of sequences, rounds
+or files.  A backend is chosen once, in `bgmpi.kernels.open_backend`.
+
+Legend: T tokens, S sequences, H query heads, G key-value heads, W head width, D hidden, E experts of this rank,
+A experts a token activates, I expert width, P pages in the pool, R ranks.  A page holds `page_tokens` tokens.
+
+Copies are asynchronous: `copy` answers with a receipt, and neither side may be touched before `Receipt.wait`.  A
+backend that completes at once returns a receipt that is already done.
+
+KV pages of one layer, the layout that every tier (device, host, disk, window) shares:
+  grouped-query attention  [P, 2, G, page_tokens, W]   keys, then values
+  latent attention (MLA)   [P, page_tokens, L]         compressed KV, then the rotated key part
+so one page of one layer is always one contiguous piece of bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class Receipt(Protocol):
+    """Proof of an asynchronous copy."""
+
+    def done(self) -> bool:
+        """Say whether the copy has ended.  Local, never blocks."""
+
+    def wait(self) -> None:
+        """Return once the copy has ended.  Local."""
+
+
+class Linear(Protocol):
+    """A weight prepared for this device."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] -> x @ weight.T + bias, [T, N], in x's dtype."""
+
+
+class Experts(Protocol):
+    """The gated feed-forward experts that this rank owns, prepared for this device (E may be 0)."""
+
+    def __call__(self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Run each token through its local experts and sum: x [T, D], expert int32 [T, A] (local number, -1 = not
+        here), weight float32 [T, A] -> [T, D] in x's dtype; zero rows for tokens without a local expert.  T may be 0."""
+
+
+class AttentionPlan(Protocol):
+    """Which tokens of which sequences one micro-batch holds, uploaded once and used by every layer."""
+
+    tokens: int
+    sequences: int
+
+
+class Exchanged(Protocol):
+    """The tokens that came to this rank in one exchange, and the way back for their results.
+
+    x [N, D], expert int32 [N, A] (local number, -1 = not here), weight float32 [N, A].
+    """
+
+    x: torch.Tensor
+    expert: torch.Tensor
+    weight: torch.Tensor
+
+
+class Collective(Protocol):
+    """What a backend needs of the world to move bytes between ranks; `bgmpi.world` provides it."""
+
+    rank: int
+    size: int
+
+    def all_to_all_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Collective.  counts int64 [R], what I send to each rank -> int64 [R], what each sends to me."""
+
+    def all_to_all_bytes(
+        self, send: NDArray[np.uint8], send_counts: NDArray[np.int64], receive: NDArray[np.uint8],
+        receive_counts: NDArray[np.int64],
+    ) -> None:
+        """Collective.  Flat byte buffers, counts in bytes, ranks' pieces in rank order without gaps."""
+
+
+class Backend(Protocol):
+    """One device of one rank."""
+
+    name: str
+    device: torch.device
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised device memory."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Receipt:
+        """Begin copying `source` into `target` (same shape and dtype, either may be host memory)."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """Prepare weight [N, K] and bias [N]; the argument is not kept when the prepared form replaces it."""
+
+    def experts(self, gate_up: list[torch.Tensor], down: list[torch.Tensor]) -> Experts:
+        """Prepare E experts: gate_up [2 * I, D] each (gate rows first), down [D, I] each; activation SiLU."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [..., D] -> normalised in float32, scaled, in x's dtype."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2 * I] -> silu(gate) * up, [T, I]."""
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate x [T, heads, W] in place in its first 2 * r columns and return it; the halves convention of Hugging
+        Face (column i pairs with i + r).  cos, sin float32 [T, r]."""
+
+    def plan_attention(
+        self, first: NDArray[np.int32], kv_before: NDArray[np.int32], pages: NDArray[np.int32], page_tokens: int
+    ) -> AttentionPlan:
+        """Prepare a micro-batch.  first int32 [S + 1]: token offsets of the sequences; kv_before int32 [S]: tokens
+        already in the cache; pages int32 [S, widest]: page numbers, -1 behind the last."""
+
+    def append(
+        self, key: torch.Tensor, value: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan
+    ) -> None:
+        """Write key, value [T, G, W] of the new tokens into their places."""
+
+    def append_latent(self, latent: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan) -> None:
+        """Write latent [T, L] of the new tokens into their places."""
+
+    def attend(
+        self, query: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan, scale: float, window: int
+    ) -> torch.Tensor:
+        """Causal attention of query [T, H, W] over each sequence's pages (its new tokens included) -> [T, H, W].
+        `window` > 0: each token sees the last `window` tokens including itself; 0: all."""
+
+    def attend_latent(
+        self, query: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan, scale: float, value_width: int
+    ) -> torch.Tensor:
+        """Causal attention of query [T, H, L] over latent pages; the values are the first `value_width` columns ->
+        [T, H, value_width]."""
+
+    def exchange(self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, owner: torch.Tensor,
+                 local: torch.Tensor) -> Exchanged:
+        """Collective over the expert ranks, also with T = 0.  Send each token once to every rank that owns one of its
+        experts.  x [T, D], expert int32 [T, A] (global numbers), weight float32 [T, A]; owner, local int32 [experts]:
+        rank and local number of every expert."""
+
+    def give_back(self, exchanged: Exchanged, y: torch.Tensor) -> torch.Tensor:
+        """Collective over the expert ranks.  Send y [N, D] back; -> [T, D], each token's parts summed in rank order
+        in float32."""
