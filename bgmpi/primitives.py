@@ -41,27 +41,34 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """These sequences went to `state` (a `State`), in this order of happening within a report."""
+
+    state: int
+    sequences: Ids
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """One rank's report at a round's end.
 
-    started, finished, failed, yielded: what changed since the last report, each sequence at most once a list.
+    moves: what became of its sequences since the last report, oldest first.
     free_pages, pool_pages, slots_free, backlog: what the rank has left, for the next placement.
-    steps: steps made; tokens: tokens computed (prompt, generated); seconds: time spent in steps.
+    steps: steps made; prompt_tokens, generated_tokens: tokens computed; wasted_tokens: those computed again because a
+    yield had dropped their KV; seconds: time spent in steps.
     """
 
     rank: int
-    started: Ids
-    finished: Ids
-    failed: Ids
-    yielded: Ids
+    moves: tuple[Moved, ...]
     free_pages: int
     pool_pages: int
     slots_free: int
     backlog: int
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    seconds: float
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    wasted_tokens: int = 0
+    seconds: float = 0.0
 
 
 Event = Arrived | InputEnded | Refused | Reported
@@ -78,9 +85,13 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Make up to `steps` steps, then report.  Where ranks walk in lockstep all get the same number."""
+    """Make up to `steps` steps, then report; every rank gets the same number.
+
+    more: rank 0 has sequences that wait for a rank, so a rank that starves should end the round early.
+    """
 
     steps: int
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
