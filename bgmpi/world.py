@@ -26,8 +26,9 @@ from bgmpi.errors import BgmpiError, ExitCode, UsageError
 
 T = TypeVar("T")
 
-_LAUNCH_COUNTS = ("SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-_STEP_MARKS = ("SLURM_STEP_ID", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+# Who started this process says how many it started; the first of these that is set knows best, because `mpiexec`
+# inside a Slurm batch script inherits Slurm's variables.
+_LAUNCH_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 
 
 def _to_wire(value: Any) -> Any:
@@ -62,16 +63,15 @@ def check_launch(size: int, environ: dict[str, str], *, allow_mismatch: bool = F
 
     environ: the process environment.  Source: conventions.md, Slurm.
     """
-    if allow_mismatch or not any(mark in environ for mark in _STEP_MARKS):
+    name = next((name for name in _LAUNCH_COUNTS if environ.get(name, "").isdigit()), None)
+    if allow_mismatch or name is None or (name == "SLURM_NTASKS" and "SLURM_PROCID" not in environ):
         return
-    for name in _LAUNCH_COUNTS:
-        count = environ.get(name, "")
-        if count.isdigit() and int(count) != size:
-            raise UsageError(
-                f"the launcher started {count} ranks ({name}={count}) but MPI sees a world of {size}: launcher and MPI "
-                f"do not match. Under Slurm use `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI); "
-                f"--allow-rank-mismatch goes on all the same."
-            )
+    if int(environ[name]) != size:
+        raise UsageError(
+            f"the launcher started {environ[name]} ranks ({name}) but MPI sees a world of {size}: launcher and MPI do "
+            f"not match. Under Slurm start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI), or with "
+            f"`mpiexec`; --allow-rank-mismatch goes on all the same."
+        )
 
 
 class World:

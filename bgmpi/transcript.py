@@ -1,0 +1,131 @@
+"""What the live sequences of a rank have said so far, and the answers they become.
+
+Beside the arrays of the sequence manager a live sequence has a few things that only some rows ask for: its request, a
+text stream when it has stop texts, pieces of log-probabilities.  An object exists only while its sequence is live, and
+only rows that ask for such things cost Python time in a step.
+
+A transcript survives a yield: positions that are computed again are not recorded twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bgmpi.errors import RowError
+from bgmpi.io.text_stream import TextStream
+from bgmpi.io.tokenizer import Tokenizer
+from bgmpi.request import Answer, Finish, Logprobs, Request
+
+NAN = float("nan")
+
+
+@dataclass(slots=True)
+class Pieces:
+    """Log-probabilities as they come, a few tokens at a time."""
+
+    width: int
+    chosen: list[NDArray[np.float32]] = field(default_factory=list)
+    top_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    top: list[NDArray[np.float32]] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, chosen: NDArray[np.float32], ids: NDArray[np.int32], top: NDArray[np.float32]) -> None:
+        """Append m tokens: chosen [m], ids and top [m, at least width]."""
+        self.chosen.append(chosen)
+        self.top_ids.append(ids[:, : self.width])
+        self.top.append(top[:, : self.width])
+        self.count += len(chosen)
+
+    def joined(self) -> Logprobs:
+        """Return all of them."""
+        if not self.count:
+            empty = np.empty((0, self.width))
+            return Logprobs(np.empty(0, np.float32), empty.astype(np.int32), empty.astype(np.float32))
+        return Logprobs(np.concatenate(self.chosen), np.concatenate(self.top_ids), np.concatenate(self.top))
+
+
+@dataclass(slots=True)
+class Transcript:
+    """One live sequence: its request, its sample number, and what only some rows ask for."""
+
+    request: Request
+    sample: int
+    queued_s: float
+    default_cap: bool
+    stream: TextStream | None = None
+    logprobs: Pieces | None = None
+    prompt_logprobs: Pieces | None = None
+    first_token_s: float = NAN
+    stop_reason: str | int | None = None
+
+
+def open_transcript(request: Request, sample: int, queued_s: float, tokenizer: Tokenizer) -> Transcript:
+    """Begin the transcript of one sample of a request."""
+    asks = request.sampling
+    transcript = Transcript(request, sample, queued_s, asks.max_tokens is None)
+    if asks.stop:
+        transcript.stream = TextStream(
+            tokenizer, asks.stop, skip_special_tokens=asks.skip_special_tokens, include_stop=asks.include_stop
+        )
+    if asks.logprobs is not None:
+        transcript.logprobs = Pieces(asks.logprobs)
+    if asks.prompt_logprobs is not None:
+        pieces = Pieces(asks.prompt_logprobs)
+        width = (1, asks.prompt_logprobs)
+        pieces.add(np.full(1, NAN, np.float32), np.full(width, -1, np.int32), np.full(width, NAN, np.float32))
+        transcript.prompt_logprobs = pieces
+    return transcript
+
+
+def close_transcript(
+    transcript: Transcript,
+    tokens: NDArray[np.int32],
+    finish: Finish,
+    stop_token: int,
+    done_s: float,
+    tokenizer: Tokenizer,
+) -> Answer:
+    """Return the answer that an ended sequence becomes.
+
+    tokens int32 [n]: everything generated; stop_token: the id that ended it, -1 for none.
+    """
+    request, asks = transcript.request, transcript.request.sampling
+    reason = transcript.stop_reason
+    shown = tokens
+    if stop_token >= 0:
+        if not asks.include_stop:
+            shown = tokens[:-1]
+        if stop_token in asks.stop_token_ids:
+            reason = stop_token
+    if transcript.stream is not None:
+        text = transcript.stream.finish()
+    else:
+        text = tokenizer.decode(shown, skip_special=asks.skip_special_tokens)
+    if asks.echo:
+        text = tokenizer.decode(request.prompt, skip_special=asks.skip_special_tokens) + text
+    error = None
+    if finish is Finish.ERROR:
+        where = f"at generated token {len(tokens)} of sample {transcript.sample}"
+        error = RowError("numeric_fault", f"the model's logits were not finite {where}; the tokens before it are kept")
+    return Answer(
+        row=request.row,
+        sample=transcript.sample,
+        custom_id=request.custom_id,
+        finish=finish,
+        prompt_tokens=len(request.prompt),
+        tokens=tokens,
+        text=text,
+        stop_reason=reason,
+        error=error,
+        logprobs=transcript.logprobs.joined() if transcript.logprobs is not None else None,
+        prompt_logprobs=transcript.prompt_logprobs.joined() if transcript.prompt_logprobs is not None else None,
+        prompt=request.prompt if asks.echo else np.empty(0, np.int32),
+        url=request.url,
+        default_cap=transcript.default_cap and finish is Finish.LENGTH,
+        queued_s=transcript.queued_s,
+        first_token_s=transcript.first_token_s,
+        done_s=done_s,
+    )
