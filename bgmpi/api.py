@@ -1,0 +1,24 @@
+"""The library door: one call that runs a batch, the same that the command line makes.
+
+It adds nothing to the engine but a name that stays when the engine's rooms change, so notebooks and scripts under
+mpiexec need no other import than this and `bgmpi.config`.
+"""
+
+from __future__ import annotations
+
+from bgmpi.config import Config
+from bgmpi.errors import UsageError
+from bgmpi.report import Summary
+
+
+def run_batch(config: Config) -> Summary:
+    """Collective over the world: run the job that `config` describes and return its summary on every rank.
+
+    Raise a BgmpiError, the same on every rank, when the job cannot be run; rows that fail are no error of the job.
+    """
+    for value, flag in ((config.model, "--model DIR"), (config.input_file, "--input-file requests.jsonl")):
+        if value is None:
+            raise UsageError(f"nothing to run: give {flag}")
+    from bgmpi.engine import run
+
+    return run(config)
