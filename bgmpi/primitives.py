@@ -1,16 +1,16 @@
 """What rank 0 says and hears: frozen instructions out, frozen events in.
 
 All four primitives of the paper (A3) are here from the first day.  Many sequences travel as arrays in one record,
-never as one record a sequence.  Everything is plain data, so a round can be written to the trace and replayed.
+never as one record a sequence.  Everything is tagged plain data (msgspec structs: typed, no pickle), so a round crosses
+ranks and can be written to the trace and replayed.
 
 Sequences are named by number: row r's sample s is `first[r] + s`, dense over the job.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
@@ -19,8 +19,7 @@ Counts = NDArray[np.int64]
 # --- events: what the scheduler is told ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Struct, frozen=True, tag=True, eq=False):
     """Rows were read and are ready to run.  prompt, cap: tokens int64 [k] (prompt length, most tokens to generate)."""
 
     sequences: Ids
@@ -28,28 +27,24 @@ class Arrived:
     cap: Counts
 
 
-@dataclass(frozen=True, slots=True)
-class InputEnded:
+class InputEnded(Struct, frozen=True, tag=True, eq=False):
     """No further row will arrive."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True, tag=True, eq=False):
     """Sequences that never ran: their row is an error row."""
 
     sequences: Ids
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(Struct, frozen=True, eq=False):
     """These sequences went to `state` (a `State`), in this order of happening within a report."""
 
     state: int
     sequences: Ids
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(Struct, frozen=True, tag=True, eq=False):
     """One rank's report at a round's end.
 
     moves: what became of its sequences since the last report, oldest first.
@@ -76,15 +71,13 @@ Event = Arrived | InputEnded | Refused | Reported
 # --- instructions: what the scheduler says ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Struct, frozen=True, tag=True, eq=False):
     """The rank owns these sequences from now on and starts them, in this order, as room allows."""
 
     sequences: Ids
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True, tag=True, eq=False):
     """Make up to `steps` steps, then report; every rank gets the same number.
 
     more: rank 0 has sequences that wait for a rank, so a rank that starves should end the round early.
@@ -94,22 +87,19 @@ class Run:
     more: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Yield:
+class Yield(Struct, frozen=True, tag=True, eq=False):
     """Stop these sequences at the next module boundary and free the device for others."""
 
     sequences: Ids
 
 
-@dataclass(frozen=True, slots=True)
-class Combine:
+class Combine(Struct, frozen=True, tag=True, eq=False):
     """Resume these yielded sequences in one batch."""
 
     sequences: Ids
 
 
-@dataclass(frozen=True, slots=True)
-class Migrate:
+class Migrate(Struct, frozen=True, tag=True, eq=False):
     """Move these suspended sequences, with their KV, from `source` to `target` (ranks)."""
 
     sequences: Ids
@@ -117,16 +107,14 @@ class Migrate:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(Struct, frozen=True, tag=True, eq=False):
     """Run each of these sequences over the rank group `ranks` (int64 [g])."""
 
     sequences: Ids
     ranks: Ids
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True, tag=True, eq=False):
     """The job is over for this rank."""
 
 
