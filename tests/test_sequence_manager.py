@@ -1,0 +1,163 @@
+"""Laws of one rank's active set, driven without a device: what is planned, who yields, that everyone ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from bgmpi.coroutine import State
+from bgmpi.errors import InternalError
+from bgmpi.request import Finish
+from bgmpi.sequence_manager import Entry, SequenceManager
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def entry(sequence: int, prompt: int, new: int) -> Entry:
+    return Entry(sequence, np.arange(prompt, dtype=np.int32), prompt, prompt + new)
+
+
+def make(**changes: int) -> SequenceManager:
+    settings = {"slots": 4, "pages": 64, "page_tokens": 4, "budget": 16, "most_tokens": 200}
+    return SequenceManager(**(settings | changes))
+
+
+def advance(manager: SequenceManager, stop_after: dict[int, int] | None = None) -> list[tuple[int, int]]:
+    """Make one step with made-up tokens; -> (sequence, tokens known) of those that ended."""
+    plan = manager.plan()
+    assert plan is not None
+    slots = plan.slots[plan.emits]
+    tokens = (manager.sequence[slots] * 1000 + manager.known[slots]).astype(np.int32)
+    decoded = manager.known[slots] - manager.prompt[slots] + 1
+    limits = np.array([(stop_after or {}).get(int(s), 10**9) for s in manager.sequence[slots]])
+    ended = manager.commit(plan, tokens, decoded >= limits, np.zeros(len(slots), bool))
+    names = [(int(manager.sequence[s]), int(manager.known[s])) for s in ended.slots]
+    manager.retire(ended)
+    manager.check()
+    return names
+
+
+def test_a_long_prompt_is_cut_to_the_budget_behind_the_decoding_ones() -> None:
+    manager = make()
+    manager.admit([entry(0, 3, 9), entry(1, 40, 9)])
+    manager.refill()
+    plan = manager.plan()
+    assert plan is not None
+    assert np.diff(plan.first).tolist() == [3, 13]
+    assert plan.emits.tolist() == [True, False]
+    advance(manager)
+    plan = manager.plan()
+    assert plan is not None
+    assert manager.sequence[plan.slots].tolist() == [0, 1]
+    assert np.diff(plan.first).tolist() == [1, 15]
+    assert plan.before.tolist() == [3, 13]
+    assert plan.positions.tolist() == [3, *range(13, 28)]
+    assert plan.ids[0] == 3
+
+
+def test_a_prompt_with_no_token_to_generate_ends_after_its_prefill() -> None:
+    manager = make()
+    manager.admit([entry(5, 20, 0)])
+    manager.refill()
+    assert advance(manager) == []
+    assert advance(manager) == [(5, 20)]
+    assert manager.kv.free == 64
+
+
+def test_the_last_token_allowed_ends_by_length_and_a_stop_wins_over_it() -> None:
+    manager = make()
+    manager.admit([entry(0, 2, 1), entry(1, 2, 1)])
+    manager.refill()
+    plan = manager.plan()
+    assert plan is not None
+    ended = manager.commit(plan, np.array([7, 7], np.int32), np.array([False, True]), np.zeros(2, bool))
+    assert ended.finish.tolist() == [Finish.LENGTH, Finish.STOP]
+
+
+def test_a_fault_ends_only_its_own_sequence_and_adds_no_token() -> None:
+    manager = make()
+    manager.admit([entry(0, 2, 5), entry(1, 2, 5)])
+    manager.refill()
+    plan = manager.plan()
+    assert plan is not None
+    ended = manager.commit(plan, np.array([-1, 7], np.int32), np.zeros(2, bool), np.array([True, False]))
+    assert manager.sequence[ended.slots].tolist() == [0]
+    assert manager.known[ended.slots].tolist() == [2]
+    manager.retire(ended)
+    assert [State(m.state) for m in manager.take_moves()] == [State.ACTIVE, State.FAILED]
+    assert manager.sequence[manager.active].tolist() == [1]
+
+
+def test_a_sequence_that_ends_is_replaced_before_the_next_step() -> None:
+    manager = make(slots=1, budget=8)
+    manager.admit([entry(0, 2, 1), entry(1, 2, 1)])
+    manager.refill()
+    assert advance(manager) == [(0, 3)]
+    assert [e.sequence for _, e in manager.refill()] == [1]
+
+
+def test_the_longest_decoded_yields_but_never_the_oldest() -> None:
+    manager = make(slots=3, pages=9)
+    manager.admit([entry(0, 4, 28), entry(1, 4, 28), entry(2, 4, 28)])
+    manager.refill()
+    yielded: list[int] = []
+    while not yielded:
+        for _ in range(4):
+            advance(manager)
+        yielded = [e.sequence for _, e in manager.make_room()]
+        manager.check()
+    assert yielded[0] != 0
+    moves = [(State(m.state), m.sequences.tolist()) for m in manager.take_moves()]
+    assert (State.YIELDED, yielded) in moves
+
+
+def test_what_a_yield_threw_away_is_counted_when_it_is_computed_again() -> None:
+    manager = make(slots=2, pages=7)
+    manager.admit([entry(0, 4, 16), entry(1, 4, 16)])
+    run_to_end(manager, {})
+    assert manager.wasted_tokens > 0
+    assert manager.generated_tokens == 32
+
+
+def test_an_entry_that_can_never_fit_is_an_internal_error_here() -> None:
+    with pytest.raises(InternalError, match="should have been refused"):
+        make(pages=2).admit([entry(0, 4, 100)])
+
+
+def run_to_end(manager: SequenceManager, stops: dict[int, int]) -> dict[int, int]:
+    """Run rounds of one page until all ended; -> tokens known at the end by sequence."""
+    ended: dict[int, int] = {}
+    for _ in range(2000):
+        manager.make_room()
+        manager.refill()
+        manager.check()
+        if not len(manager.active):
+            assert manager.backlog == 0
+            return ended
+        for _ in range(manager.kv.page_tokens):
+            if manager.plan() is None:
+                break
+            for name, known in advance(manager, stops):
+                assert name not in ended
+                ended[name] = known
+            manager.refill()
+    raise AssertionError("livelock: 2,000 rounds and not all sequences ended")
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30), st.integers(1, 30)), min_size=1, max_size=14),
+    st.integers(1, 4),
+    st.integers(0, 30),
+    st.integers(4, 12),
+)
+@settings(deadline=None, max_examples=150)
+def test_every_sequence_ends_once_with_its_tokens_whatever_the_pool(
+    jobs: list[tuple[int, int, int]], slots: int, extra_pages: int, budget: int
+) -> None:
+    fits = max(-(-(prompt + new) // 4) for prompt, new, _ in jobs)
+    manager = make(slots=slots, pages=fits + extra_pages, budget=budget)
+    manager.admit([entry(i, prompt, new) for i, (prompt, new, _) in enumerate(jobs)])
+    ended = run_to_end(manager, {i: stop for i, (_, _, stop) in enumerate(jobs)})
+    assert ended == {i: prompt + min(new, stop) for i, (prompt, new, stop) in enumerate(jobs)}
+    assert manager.kv.free == manager.kv.pages
+    assert manager.generated_tokens == sum(min(new, stop) for _, new, stop in jobs)
+    assert manager.prompt_tokens - manager.wasted_tokens <= sum(prompt for prompt, _, _ in jobs)
