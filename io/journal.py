@@ -1,0 +1,127 @@
+"""The append-only list of valid segments: a segment that no journal names does not exist.
+
+Each writer (one rank of one run) owns one journal file that it alone creates and appends to, so no lock is needed, a
+resumed run never appends to a file that a kill may have torn, and a torn last line can never swallow the next record
+(the fault of PyTables-style and JSONL journals).  One line is one JSON object; a line counts only with its newline.
+
+The journal knows names, sizes and hashes of segments and nothing of what is inside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from bgmpi.io.durable import sync_folder, write_all, write_failed
+
+PREFIX = "journal-"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One valid segment.  name: file name in the folder; records: answers inside; bytes, sha256: of the file."""
+
+    name: str
+    records: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class JournalReading:
+    """What the journals of a folder name.
+
+    entries: segments that are there and whole, in order of writing within a journal.  damaged: one sentence for each
+    named segment that is missing or changed.  torn: one sentence for each line that is no record.
+    """
+
+    folder: Path
+    entries: tuple[Entry, ...]
+    damaged: tuple[str, ...]
+    torn: tuple[str, ...]
+
+
+class JournalWriter:
+    """Appends records to one new journal file; each append is on the disk when it returns."""
+
+    def __init__(self, path: Path) -> None:
+        """Create `path`, which must not exist; raise WriteError."""
+        self.path = path
+        try:
+            self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise write_failed(path, error, 0) from error
+        self._good = 0
+
+    def append(self, entry: Entry) -> None:
+        """Add one record; raise WriteError, after which the same journal can be appended to again."""
+        line = msgspec.json.encode(entry) + b"\n"
+        try:
+            if os.fstat(self._file.fileno()).st_size != self._good:
+                os.ftruncate(self._file.fileno(), self._good)
+            self._file.seek(self._good)
+            write_all(self._file, line)
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise write_failed(self.path, error, len(line)) from error
+        self._good += len(line)
+
+    def close(self) -> None:
+        """Close the file; what was appended is on the disk already."""
+        self._file.close()
+
+
+def read_journal(folder: str | os.PathLike[str], *, verify: bool = True) -> JournalReading:
+    """Read every journal of `folder` (a missing folder names nothing).
+
+    With `verify` each segment is hashed; without, only its presence and size are checked.
+    """
+    folder = Path(folder)
+    entries: list[Entry] = []
+    damaged: list[str] = []
+    torn: list[str] = []
+    for path in sorted(folder.glob(f"{PREFIX}*.jsonl")):
+        for entry in _read_lines(path, torn):
+            fault = _fault(folder, entry, verify)
+            if fault:
+                damaged.append(f"{entry.name} ({entry.records} answers, named by {path.name}): {fault}")
+            else:
+                entries.append(entry)
+    return JournalReading(folder, tuple(entries), tuple(damaged), tuple(torn))
+
+
+def _read_lines(path: Path, torn: list[str]) -> list[Entry]:
+    lines = path.read_bytes().split(b"\n")
+    entries = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            entries.append(msgspec.json.decode(line, type=Entry))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            torn.append(f"{path.name} line {number} is no record and was ignored: {line[:80]!r}")
+    if lines[-1]:
+        torn.append(f"{path.name} line {len(lines)} has no end and was ignored: {lines[-1][:80]!r}")
+    return entries
+
+
+def _fault(folder: Path, entry: Entry, verify: bool) -> str | None:
+    path = folder / entry.name
+    if Path(entry.name).name != entry.name:
+        return "not a plain file name"
+    if not path.is_file():
+        return "missing"
+    size = path.stat().st_size
+    if size != entry.bytes:
+        return f"has {size} bytes, {entry.bytes} were written"
+    if verify and file_sha256(path) != entry.sha256:
+        return "its bytes changed since they were written (sha256 differs)"
+    return None
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hex."""
+    with open(path, "rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()

@@ -1,0 +1,238 @@
+"""Immutable segments: what a rank has finished, in plain HDF5 files that are whole from the moment they have a name.
+
+A `SegmentWriter` buffers answers and turns them into one segment at a time: the file is built in memory, written to a
+temporary name, fsynced, renamed, the folder fsynced, and only then named in the rank's journal (design section 7).  A
+kill at any instant loses the buffer and nothing else.  No MPI here, no lock, no file that is opened twice for writing:
+rejected were parallel HDF5 (needs its own build, hangs on empty ranks) and appending to one file (a kill tears it).
+
+Segments are stored plainly (no compression), so that publishing can map them into memory and lift single answers out
+of thousands of segments while the page cache decides what stays; the published file is the compressed one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from bgmpi.errors import InternalError, WriteError
+from bgmpi.io.columns import FIXED, OFFSETS, RAGGED, Array, Table, from_answers
+from bgmpi.io.durable import sync_folder, write_durably, write_failed
+from bgmpi.io.journal import PREFIX, Entry, JournalReading, JournalWriter, read_journal
+from bgmpi.request import Answer, Finish
+
+SEGMENT_FORMAT = "bgmpi-segment"
+SEGMENT_VERSION = 1
+
+
+def parts_folder(output: str | os.PathLike[str]) -> Path:
+    """Return the folder beside `output` that holds its segments and journals until it is published."""
+    path = Path(output)
+    return path.with_name(path.name + ".parts")
+
+
+class SegmentWriter:
+    """Writes one rank's finished answers as segments of `folder`.
+
+    Not thread-safe.  After a WriteError the buffer still holds its answers, so `flush` can be tried again.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        *,
+        segment_bytes: int = 16 << 20,
+        segment_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create `folder` if need be and this writer's own journal in it; raise WriteError.
+
+        A segment is due when its answers take `segment_bytes` or the oldest has waited `segment_seconds` of `clock`.
+        """
+        self.folder = Path(folder)
+        self._name = f"{secrets.token_hex(6)}-r{rank:05d}"  # a later attempt must never meet this one's names
+        self._segment_bytes = segment_bytes
+        self._segment_seconds = segment_seconds
+        self._clock = clock
+        self._buffer: list[Answer] = []
+        self._buffered_bytes = 0
+        self._oldest = 0.0
+        self._written = 0
+        try:
+            if not self.folder.is_dir():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                sync_folder(self.folder.parent)
+        except OSError as error:
+            raise write_failed(self.folder, error, 0) from error
+        self._journal = JournalWriter(self.folder / f"{PREFIX}{self._name}.jsonl")
+
+    def add(self, answer: Answer) -> None:
+        """Buffer one answer.  `sample` -1 with an error means that the whole row was refused."""
+        if (answer.finish is Finish.ERROR) != (answer.error is not None) or answer.row < 0:
+            raise InternalError(
+                f"row {answer.row} sample {answer.sample}: finish {answer.finish!r}, error {answer.error}"
+            )
+        if answer.sample < 0 and answer.error is None:
+            raise InternalError(f"row {answer.row}: only an error may stand for a whole row")
+        if not self._buffer:
+            self._oldest = self._clock()
+        self._buffer.append(answer)
+        self._buffered_bytes += _size(answer)
+
+    @property
+    def buffered(self) -> int:
+        """How many answers no segment holds yet."""
+        return len(self._buffer)
+
+    @property
+    def due(self) -> bool:
+        """Whether the buffer is big enough, or its oldest answer old enough, for a segment."""
+        if not self._buffer:
+            return False
+        return self._buffered_bytes >= self._segment_bytes or self._clock() - self._oldest >= self._segment_seconds
+
+    def flush_if_due(self) -> bool:
+        """Flush when a segment is due; return whether it was."""
+        if not self.due:
+            return False
+        self.flush()
+        return True
+
+    def flush(self) -> Entry | None:
+        """Write the buffer as one segment and name it in the journal; return its entry, None for an empty buffer.
+
+        When this returns the answers survive any kill.  Raise WriteError and keep the buffer otherwise.
+        """
+        if not self._buffer:
+            return None
+        image = segment_image(from_answers(self._buffer))
+        name = f"segment-{self._name}-{self._written:06d}.h5"
+        self._written += 1
+        write_durably(self.folder / name, image)
+        entry = Entry(name, len(self._buffer), len(image), hashlib.sha256(image).hexdigest())
+        self._journal.append(entry)
+        self._buffer.clear()
+        self._buffered_bytes = 0
+        return entry
+
+    def close(self) -> None:
+        """Flush and close the journal."""
+        try:
+            self.flush()
+        finally:
+            self._journal.close()
+
+    def __enter__(self) -> SegmentWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Save what is buffered also when the block failed, unless it failed because nothing can be written."""
+        if isinstance(error, WriteError):
+            self._journal.close()
+        else:
+            self.close()
+
+
+def _size(answer: Answer) -> int:
+    """Estimate the bytes that an answer takes in a segment."""
+    size = 256 + answer.tokens.nbytes * 2 + len(answer.text) + answer.prompt.nbytes
+    for logprobs in (answer.logprobs, answer.prompt_logprobs):
+        if logprobs is not None:
+            size += logprobs.chosen.nbytes + logprobs.top_ids.nbytes + logprobs.top.nbytes
+    return size
+
+
+def segment_image(table: Table) -> bytes:
+    """Return the bytes of an HDF5 file with every column of `table` (one entry per answer), stored plainly."""
+    with h5py.File(
+        "segment", "w", driver="core", backing_store=False, alignment_threshold=1, alignment_interval=8
+    ) as file:
+        file.attrs["format"] = SEGMENT_FORMAT
+        file.attrs["format_version"] = SEGMENT_VERSION
+        file.attrs["records"] = table.entries
+        for path, column in table.columns().items():
+            file.create_dataset(path, data=column)
+        file.flush()
+        return bytes(file.id.get_file_image())
+
+
+class Segment:
+    """One whole segment (the journal says which are), read through a memory map.
+
+    Only the places of its columns are kept; each `table()` maps the file anew and the map lives as long as its columns,
+    so thousands of segments need neither memory nor open files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Find the columns of `path`; raise InternalError when it is not a segment of this version."""
+        self.path = path
+        try:
+            with h5py.File(path, "r", locking=False) as file:
+                found = (file.attrs.get("format"), file.attrs.get("format_version"))
+                if found != (SEGMENT_FORMAT, SEGMENT_VERSION):
+                    raise InternalError(
+                        f"{path}: expected {SEGMENT_FORMAT} {SEGMENT_VERSION}, got {found[0]} {found[1]}"
+                    )
+                self.entries = int(file.attrs["records"])
+                self._places = {
+                    name: (file[name].id.get_offset(), file[name].shape, file[name].dtype)
+                    for name in (*FIXED, *OFFSETS, *RAGGED)
+                }
+        except (OSError, KeyError) as error:
+            raise InternalError(f"segment {path} cannot be read: {error}") from error
+
+    def table(self) -> Table:
+        """Map every column; an answer costs memory when it is touched."""
+        try:
+            with open(self.path, "rb") as source:
+                mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise InternalError(f"segment {self.path} cannot be read: {error}") from error
+
+        def columns(names: Iterable[str]) -> dict[str, Array]:
+            return {name: self._column(mapped, name) for name in names}
+
+        return Table(self.entries, columns(FIXED), columns(OFFSETS), columns(RAGGED))
+
+    def _column(self, mapped: mmap.mmap, name: str) -> Array:
+        offset, shape, dtype = self._places[name]
+        if offset is None:  # HDF5 gives an empty column no place
+            return np.zeros(shape, dtype)
+        return np.ndarray(shape, dtype, buffer=mapped, offset=offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What earlier attempts left: `row` int64 [k], `sample` int32 [k] (-1: the whole row was refused), `is_error`
+    bool [k], and the reading of the journals that it comes from."""
+
+    row: NDArray[np.int64]
+    sample: NDArray[np.int32]
+    is_error: NDArray[np.bool_]
+    journal: JournalReading
+
+
+def finished(folder: str | os.PathLike[str], *, verify: bool = True) -> Finished:
+    """Return every answer that a valid segment of `folder` holds, in no promised order."""
+    journal = read_journal(folder, verify=verify)
+    rows, samples = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+    errors = [np.empty(0, np.bool_)]
+    for entry in journal.entries:
+        fixed = Segment(journal.folder / entry.name).table().fixed
+        rows.append(fixed["samples/row"].copy())
+        samples.append(fixed["samples/sample"].copy())
+        errors.append(fixed["errors/present"] != 0)
+    return Finished(np.concatenate(rows), np.concatenate(samples), np.concatenate(errors), journal)
