@@ -254,7 +254,7 @@ def config_file(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
     return None
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -271,7 +271,7 @@ class _Gather(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of `bgmpi run`, every flag of the table and every foreign one in it."""
-    result = _Parser(
+    result = Parser(
         prog="bgmpi run", allow_abbrev=False, add_help=False, usage="bgmpi run --model DIR -i requests.jsonl [options]",
         epilog="Every option is also an environment variable (BGMPI_MAX_NUM_SEQS) and a key of the --config file "
         "(max_num_seqs). Request > flag > environment > file > the model's generation_config.json > default. "
@@ -328,10 +328,11 @@ def _read_flags(argv: Sequence[str]) -> tuple[_Typed, tuple[str, ...]]:
             continue
         entry = foreign(name)
         assert entry is not None
+        typed = f"{spelling} {value}".rstrip()
         if str(value).lower() not in entry.harmless:
-            refused = f"{spelling} {value}".rstrip() + " is not possible" if entry.harmless else f"unknown flag {spelling}"
-            raise UsageError(f"{refused}: {entry.advice}")
-        notes.append(f"{spelling} {value}".rstrip() + f" changes nothing: {entry.advice}")
+            said = f"{typed} is not possible" if entry.harmless else f"unknown flag {spelling}"
+            raise UsageError(f"{said}: {entry.advice}")
+        notes.append(f"{typed} changes nothing: {entry.advice}")
     return flags, tuple(notes)
 
 

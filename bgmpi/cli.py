@@ -1,0 +1,208 @@
+"""The program `bgmpi`: turns words into a call, and the way it ended into an exit code and one clear line.
+
+Heavy rooms (torch, MPI, HDF5) are imported inside the command that needs them, so a misspelt flag is refused at once
+and before any rank waits for another.  `run --ranks N` replaces this process by mpiexec, so signals and exit codes
+pass through with nothing in between; rejected alternative: a parent that starts mpiexec and relays, one more process
+that a batch system can kill at the wrong moment.
+
+What ends a job while ranks wait for each other is the engine's matter (it agrees or aborts); here an error is only
+told, once: by rank 0 when every rank has it, by the rank itself when it is its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import bgmpi
+from bgmpi.config import Config, Parser, config_file, resolve
+from bgmpi.config import parser as run_parser
+from bgmpi.errors import BgmpiError, ExitCode, MissingError, UsageError
+
+INTERRUPTED = 130
+RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+# Slurm numbers the batch script and an interactive shell as steps too, from here up; no rank was started in them.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in `argv` (the process's own when None) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["run"]:
+            return _run(words[1:], os.environ)
+        return _other(words)
+    except BgmpiError as error:
+        if _should_tell(error, launch_rank(os.environ)):
+            sys.stderr.write(f"bgmpi: error: {error}\n")
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def launch_rank(environ: Mapping[str, str]) -> int | None:
+    """Return the rank that a launcher gave this process, None outside of any.  Pure."""
+    names: tuple[str, ...] = RANK_VARIABLES
+    step = environ.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) < FIRST_SPECIAL_STEP:
+        names = (*names, "SLURM_PROCID")
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
+
+
+def _should_tell(error: BgmpiError, rank: int | None) -> bool:
+    everywhere = isinstance(error, UsageError) or getattr(error, "agreed", False)
+    return not (rank and everywhere)
+
+
+def _other(words: Sequence[str]) -> int:
+    chosen = _parser().parse_args(words)
+    code: int = chosen.command(chosen)
+    return code
+
+
+def _parser() -> Parser:
+    result = Parser(prog="bgmpi", description=(bgmpi.__doc__ or "").splitlines()[0], allow_abbrev=False)
+    result.add_argument("--version", action="version", version=f"bgmpi {bgmpi.__version__}")
+    commands = result.add_subparsers(metavar="command", required=True)
+    commands.add_parser("run", help="run a batch of requests (bgmpi run --help)", add_help=False)
+
+    export = commands.add_parser("export", help="write results as OpenAI batch output lines", allow_abbrev=False)
+    export.add_argument("results", help="a results file, HDF5")
+    export.add_argument("-o", "--output-file", required=True, metavar="PATH", help="lines of the good rows")
+    export.add_argument("--error-file", metavar="PATH", help="lines of the failed rows; unset: beside the output")
+    export.set_defaults(command=_export)
+
+    inspect = commands.add_parser("inspect", help="say what is in a results file", allow_abbrev=False)
+    inspect.add_argument("results", help="a results file, HDF5")
+    inspect.add_argument("--rows", type=int, default=3, metavar="K", help="rows to show, default 3")
+    inspect.set_defaults(command=_inspect)
+
+    demo = commands.add_parser("demo-model", help="make the demo model and print its folder", allow_abbrev=False)
+    demo.add_argument("--kind", choices=("moe", "dense"), default="moe", help="default moe")
+    demo.add_argument("--cache", type=Path, metavar="DIR", help="where it is kept; unset: the user's cache folder")
+    demo.set_defaults(command=_demo_model)
+    return result
+
+
+# --- run ----------------------------------------------------------------------------------------------------------
+
+
+def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    if "-h" in words or "--help" in words:
+        sys.stdout.write(run_parser().format_help())
+        return ExitCode.OK
+    rank = launch_rank(environ)
+    config = _configure(words, environ) if rank is None else _configure_together(words, environ)
+    if rank is None and config.ranks is not None and config.ranks > 1:
+        _become_mpiexec(config.ranks, config.threads, words, environ)
+    from bgmpi.api import run_batch
+    from bgmpi.report import summary_text
+
+    summary = run_batch(config)
+    if not rank:
+        sys.stdout.write(summary_text(summary, shutil.get_terminal_size((100, 24)).columns) + "\n")
+    return ExitCode.ERROR_ROWS if summary.failed else ExitCode.OK
+
+
+def _configure(words: Sequence[str], environ: Mapping[str, str]) -> Config:
+    config = resolve(words, environ, _toml_text(words, environ))
+    if config.model is None or config.input_file is None:
+        raise UsageError("nothing to run: give --model DIR (or --model demo) and --input-file requests.jsonl")
+    return _with_demo(config)
+
+
+def _configure_together(words: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """Collective over the world: configure on every rank, or raise the first failing rank's error on every rank.
+
+    A rank that left alone (a config file that only its node lacks) would keep the others waiting in MPI for ever.
+    """
+    from bgmpi.world import open_world
+
+    config = failure = None
+    try:
+        config = _configure(words, environ)
+    except BgmpiError as error:
+        failure = error
+    with open_world(allow_mismatch=True) as world:
+        world.agree(failure)
+    assert config is not None
+    return config
+
+
+def _toml_text(words: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    path = config_file(words, environ)
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MissingError(f"--config {path}: cannot be read: {error}") from None
+
+
+def _with_demo(config: Config) -> Config:
+    if config.model != "demo":
+        return config
+    from bgmpi.io.demo_model import demo_model
+
+    return replace(config, model=str(demo_model("moe", Path(config.cache) if config.cache else None)))
+
+
+def launch_command(mpiexec: str, python: str, ranks: int, words: Sequence[str]) -> list[str]:
+    """Return the command that starts `ranks` ranks of `bgmpi run` with the same words.  Pure.
+
+    -P keeps the working folder off the path of modules: it may hold a folder `io`.
+    """
+    return [mpiexec, "-n", str(ranks), python, "-P", "-m", "bgmpi", "run", *words]
+
+
+def threads_for(ranks: int, wanted: int | None, cores: int, allowed: str | None) -> int:
+    """Return the threads a rank may use so that all together fit `cores`, and `allowed` (OMP_NUM_THREADS).  Pure."""
+    if wanted is not None:
+        return wanted
+    fitting = max(1, cores // ranks)
+    return min(fitting, int(allowed)) if allowed and allowed.isdigit() and int(allowed) else fitting
+
+
+def _become_mpiexec(ranks: int, threads: int | None, words: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise UsageError(
+            f"--ranks {ranks} needs mpiexec, which is neither beside {sys.executable} nor on PATH: install an MPI "
+            "(pip install mpich), or start bgmpi run with your site's launcher (srun, mpirun) and no --ranks"
+        )
+    each = threads_for(ranks, threads, len(os.sched_getaffinity(0)), environ.get("OMP_NUM_THREADS"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = launch_command(mpiexec, sys.executable, ranks, words)
+    os.execvpe(mpiexec, command, {**environ, "OMP_NUM_THREADS": str(each)})
+
+
+# --- the small commands -------------------------------------------------------------------------------------------
+
+
+def _export(chosen: Namespace) -> int:
+    from bgmpi.io.openai_lines import export
+
+    export(chosen.results, chosen.output_file, chosen.error_file)
+    return ExitCode.OK
+
+
+def _inspect(chosen: Namespace) -> int:
+    from bgmpi.io.results import inspect
+
+    sys.stdout.write(inspect(chosen.results, chosen.rows) + "\n")
+    return ExitCode.OK
+
+
+def _demo_model(chosen: Namespace) -> int:
+    from bgmpi.io.demo_model import demo_model
+
+    sys.stdout.write(f"{demo_model(chosen.kind, chosen.cache)}\n")
+    return ExitCode.OK
