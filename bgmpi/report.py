@@ -49,10 +49,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a job came to; rank 0's numbers, the same on every rank but for `samples`, which only rank 0 needs.
+    """What a job came to.  `failed` is the same on every rank, because the exit code follows from it; the rest is
+    rank 0's to know.
 
     finish: rows by finish reason; errors: error rows by code.  seconds: from start to last row, load_seconds of it
-    for loading weights.  default_capped: rows that ended at a cap that their request did not set.  sct_*: percentiles
+    for loading weights.  default_capped: rows that ended at a cap that their request did not set.
+    wasted_tokens: computed again because a yield had dropped their KV.  sct_*: percentiles
     of sequence completion time in seconds.  expert_tokens_mean, expert_tokens_max: tokens an expert computed over the
     job, None for a dense model.  outputs: name -> path.  samples: (prompt text, answer text).
     """
@@ -70,6 +72,7 @@ class Summary:
     errors: dict[str, int] = field(default_factory=dict)
     default_capped: int = 0
     preemptions: int = 0
+    wasted_tokens: int = 0
     sct_p50: float = float("nan")
     sct_p95: float = float("nan")
     sct_p99: float = float("nan")
@@ -200,7 +203,8 @@ def _table(s: Summary) -> str:
         ("errors", _counts(s.errors)),
         ("hidden caps", f"{s.default_capped} rows ended at a length that their request did not set"
          if s.default_capped else ""),
-        ("tokens", f"{tokens:,}: {s.prompt_tokens:,} prompt, {s.generated_tokens:,} generated"),
+        ("tokens", f"{tokens:,}: {s.prompt_tokens:,} prompt, {s.generated_tokens:,} generated"
+         + (f"; {s.wasted_tokens:,} computed twice" if s.wasted_tokens else "")),
         ("time", f"{s.seconds:.1f} s, of it {s.load_seconds:.1f} s loading; {s.steps:,} steps on {s.ranks} "
          f"{'rank' if s.ranks == 1 else 'ranks'}" + (f"; {s.preemptions} preemptions" if s.preemptions else "")),
         ("speed", _speed(s)),

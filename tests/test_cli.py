@@ -1,0 +1,199 @@
+"""Laws of the command line: one exit code, one clear line, a launch that changes only the number of ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bgmpi.api
+from bgmpi import cli
+from bgmpi.errors import ExitCode, InputError, InternalError, StoppedError, UsageError, WriteError
+from bgmpi.report import Summary
+
+GOOD = Summary(rows=3, done=3, failed=0, prompt_tokens=9, generated_tokens=9, seconds=1.0, ranks=1, steps=3)
+RUN = ["run", "--model", "m", "-i", "requests.jsonl"]
+LAUNCHERS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "SLURM_STEP_ID")
+
+
+@pytest.fixture(autouse=True)
+def _outside_any_launcher(monkeypatch):
+    for name in list(os.environ):
+        if name in LAUNCHERS or name.startswith("BGMPI_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Stand in for the engine: note the config, and end as told."""
+    seen: dict[str, object] = {"end": GOOD}
+
+    def run_batch(config):
+        seen["config"] = config
+        end = seen["end"]
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    monkeypatch.setattr(bgmpi.api, "run_batch", run_batch)
+    return seen
+
+
+def bare(**environ: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith("BGMPI_")}
+    return {**kept, "PYTHONSAFEPATH": "1", **environ}
+
+
+def test_a_good_run_prints_its_summary_and_exits_0(engine, capsys):
+    assert cli.main(RUN) == 0
+    assert "3: 3 good" in capsys.readouterr().out
+    assert engine["config"].model == "m"
+
+
+def test_a_run_with_error_rows_exits_3(engine):
+    engine["end"] = Summary(3, 2, 1, 9, 9, 1.0, 1, 3)
+    assert cli.main(RUN) == ExitCode.ERROR_ROWS
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (UsageError, 2), (InputError, 65), (InternalError, 70), (WriteError, 74), (StoppedError, 75)])
+def test_a_job_that_ends_early_says_why_in_one_line_and_exits_with_its_code(engine, capsys, error, code):
+    engine["end"] = error("the reason")
+    assert cli.main(RUN) == code
+    assert capsys.readouterr().err == "bgmpi: error: the reason\n"
+
+
+def test_an_interrupt_exits_130(engine):
+    engine["end"] = KeyboardInterrupt()
+    assert cli.main(RUN) == 130
+
+
+@pytest.mark.parametrize("argv", [
+    [], ["exprt"], ["run"], ["run", "--model", "m"], ["run", "--bogus"], ["export"], ["export", "r.h5"], ["inspect"],
+    ["inspect", "r.h5", "--row", "1"], ["demo-model", "--kind", "dens"],
+])
+def test_words_that_mean_nothing_exit_2_with_one_line(argv, capsys):
+    assert cli.main(argv) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("bgmpi: error: ") and told.count("\n") == 1
+
+
+def test_a_config_file_is_read_and_one_that_is_missing_exits_66(engine, tmp_path, capsys):
+    (tmp_path / "job.toml").write_text("seed = 9\n")
+    assert cli.main([*RUN, "--config", str(tmp_path / "job.toml")]) == 0
+    assert engine["config"].seed == 9
+    assert cli.main([*RUN, "--config", str(tmp_path / "none.toml")]) == 66
+    assert "none.toml" in capsys.readouterr().err
+
+
+def test_the_environment_of_the_process_is_read(engine, monkeypatch):
+    monkeypatch.setenv("BGMPI_SEED", "8")
+    assert cli.main(RUN) == 0
+    assert engine["config"].seed == 8
+
+
+def test_the_model_named_demo_is_the_demo_model(engine, monkeypatch, tmp_path):
+    demo = pytest.importorskip("bgmpi.io.demo_model")
+    monkeypatch.setattr(demo, "demo_model", lambda kind, cache: tmp_path / kind)
+    assert cli.main(["run", "--model", "demo", "-i", "x"]) == 0
+    assert engine["config"].model == str(tmp_path / "moe")
+
+
+def test_help_comes_without_a_model(capsys):
+    assert cli.main(["run", "--help"]) == 0
+    assert "--max-num-seqs" in capsys.readouterr().out
+
+
+# --- launching ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("environ", "rank"), [
+    ({}, None),
+    ({"PMI_RANK": "2"}, 2),
+    ({"PMIX_RANK": "0"}, 0),
+    ({"OMPI_COMM_WORLD_RANK": "5"}, 5),
+    ({"SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 3),
+    ({"SLURM_PROCID": "0"}, None),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_ID": str(2**32 - 5)}, None),
+])
+def test_a_rank_is_one_that_a_launcher_started_and_not_a_batch_script(environ, rank):
+    assert cli.launch_rank(environ) == rank
+
+
+@pytest.mark.parametrize(("ranks", "wanted", "cores", "allowed", "threads"), [
+    (2, None, 8, None, 4), (3, None, 8, None, 2), (8, None, 2, None, 1), (2, None, 8, "1", 1), (2, None, 8, "16", 4),
+    (2, 3, 8, None, 3), (2, None, 8, "", 4),
+])
+def test_ranks_times_threads_fit_the_cores_unless_told_otherwise(ranks, wanted, cores, allowed, threads):
+    assert cli.threads_for(ranks, wanted, cores, allowed) == threads
+
+
+def test_ranks_become_mpiexec_with_the_same_words(engine, monkeypatch, tmp_path):
+    executed = {}
+
+    def execvpe(file, args, env):
+        executed.update(args=args, env=env)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execvpe", execvpe)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "mpiexec").touch(mode=0o755)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with pytest.raises(SystemExit):
+        cli.main([*RUN, "--ranks", "3", "--threads", "1"])
+    assert executed["args"] == [str(tmp_path / "mpiexec"), "-n", "3", str(tmp_path / "python"), "-P", "-m", "bgmpi",
+                                *RUN, "--ranks", "3", "--threads", "1"]
+    assert executed["env"]["OMP_NUM_THREADS"] == "1" and "config" not in engine
+
+
+def test_one_rank_needs_no_launcher(engine):
+    assert cli.main([*RUN, "--ranks", "1"]) == 0
+
+
+def test_a_machine_without_mpiexec_gets_advice(engine, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main([*RUN, "--ranks", "2"]) == 2
+    assert "pip install mpich" in capsys.readouterr().err
+
+
+def test_an_error_that_all_ranks_have_is_told_by_rank_0_and_a_rank_s_own_by_itself():
+    agreed = InputError("x")
+    agreed.agreed = True  # type: ignore[attr-defined]
+    errors = (agreed, UsageError("x"), WriteError("x"))
+    told = [[cli._should_tell(error, rank) for rank in (None, 0, 1)] for error in errors]
+    assert told == [[True, True, False], [True, True, False], [True, True, True]]
+
+
+# --- the real program ---------------------------------------------------------------------------------------------
+
+
+def test_the_version_is_told_without_loading_torch_or_mpi():
+    code = ("import sys, bgmpi.cli\ntry: bgmpi.cli.main(['--version'])\nexcept SystemExit: pass\n"
+            "print([m for m in ('torch', 'mpi4py', 'h5py', 'numba') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=bare())
+    assert done.stdout.splitlines() == [f"bgmpi {bgmpi.__version__}", "[]"]
+
+
+def mpiexec() -> str:
+    path = Path(sys.executable).parent / "mpiexec"
+    if not path.exists():
+        pytest.skip("no mpiexec beside this Python")
+    return str(path)
+
+
+def test_under_mpiexec_a_wrong_flag_is_told_once_and_is_the_exit_code_of_the_job():
+    done = subprocess.run([mpiexec(), "-n", "2", sys.executable, "-m", "bgmpi", "run", "--bogus"], capture_output=True,
+                          text=True, timeout=60, env=bare())
+    assert (done.returncode, done.stderr.count("unknown flag --bogus")) == (2, 1)
+
+
+def test_a_rank_that_alone_cannot_be_configured_ends_all_ranks_with_its_error(tmp_path):
+    script = f'[ "$PMI_RANK" = 1 ] && export BGMPI_CONFIG={tmp_path}/none.toml; exec "$0" -m bgmpi run --model m -i x'
+    done = subprocess.run([mpiexec(), "-n", "2", "sh", "-c", script, sys.executable], capture_output=True, text=True,
+                          timeout=60, env=bare())
+    assert done.returncode == 66
+    assert done.stderr.count("none.toml: cannot be read") == 1 and "rank 1" in done.stderr
