@@ -190,7 +190,8 @@ def _become_mpiexec(ranks: int, threads: int | None, words: Sequence[str], envir
 def _export(chosen: Namespace) -> int:
     from bgmpi.io.openai_lines import export
 
-    export(chosen.results, chosen.output_file, chosen.error_file)
+    done = export(chosen.results, chosen.output_file, chosen.error_file)
+    sys.stdout.write(f"{done.answers} answers in {done.output}, {done.errors} errors in {done.error_file}\n")
     return ExitCode.OK
 
 

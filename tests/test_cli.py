@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launch import launch, mpiexec, on_ranks
 
 import bgmpi.api
 from bgmpi import cli
@@ -40,11 +39,6 @@ def engine(monkeypatch):
 
     monkeypatch.setattr(bgmpi.api, "run_batch", run_batch)
     return seen
-
-
-def bare(**environ: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith("BGMPI_")}
-    return {**kept, "PYTHONSAFEPATH": "1", **environ}
 
 
 def test_a_good_run_prints_its_summary_and_exits_0(engine, capsys):
@@ -174,26 +168,45 @@ def test_an_error_that_all_ranks_have_is_told_by_rank_0_and_a_rank_s_own_by_itse
 def test_the_version_is_told_without_loading_torch_or_mpi():
     code = ("import sys, bgmpi.cli\ntry: bgmpi.cli.main(['--version'])\nexcept SystemExit: pass\n"
             "print([m for m in ('torch', 'mpi4py', 'h5py', 'numba') if m in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=bare())
+    done = launch([sys.executable, "-c", code], limit=60)
     assert done.stdout.splitlines() == [f"bgmpi {bgmpi.__version__}", "[]"]
 
 
-def mpiexec() -> str:
-    path = Path(sys.executable).parent / "mpiexec"
-    if not path.exists():
-        pytest.skip("no mpiexec beside this Python")
-    return str(path)
+@on_ranks(2, 3)
+def test_a_wrong_flag_is_told_once_and_is_the_exit_code_of_the_job(ranks):
+    done = mpiexec(ranks, [sys.executable, "-m", "bgmpi", "run", "--bogus"], limit=60, expect=2)
+    assert done.stderr.count("unknown flag --bogus") == 1
 
 
-def test_under_mpiexec_a_wrong_flag_is_told_once_and_is_the_exit_code_of_the_job():
-    done = subprocess.run([mpiexec(), "-n", "2", sys.executable, "-m", "bgmpi", "run", "--bogus"], capture_output=True,
-                          text=True, timeout=60, env=bare())
-    assert (done.returncode, done.stderr.count("unknown flag --bogus")) == (2, 1)
+@pytest.mark.mpi(2)
+def test_run_with_ranks_restarts_itself_under_mpiexec(tmp_path):
+    """A stand-in for the engine says who it is: sitecustomize puts it into the ranks, not into this process."""
+    (tmp_path / "sitecustomize.py").write_text(STAND_IN)
+    env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": None}
+    words = ["run", "--ranks", "2", "--model", "m", "-i", "x"]
+    done = launch([sys.executable, "-m", "bgmpi", *words], limit=60, env=env, expect=3)
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    each = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert said == [f"rank {rank} of 2, {each} threads, --ranks 2" for rank in range(2)]
+    assert done.stdout.count("1 failed") == 1
 
 
+STAND_IN = """\
+import os, sys, types
+def run(config):
+    from bgmpi.report import Summary
+    sys.stdout.write(f"rank {os.environ['PMI_RANK']} of {os.environ['PMI_SIZE']}, {os.environ['OMP_NUM_THREADS']} "
+                     f"threads, --ranks {config.ranks}\\n")
+    sys.stdout.flush()
+    return Summary(rows=1, done=0, failed=1, prompt_tokens=0, generated_tokens=0, seconds=1.0, ranks=2, steps=0)
+engine = types.ModuleType("bgmpi.engine")
+engine.run = run
+sys.modules["bgmpi.engine"] = engine
+"""
+
+
+@pytest.mark.mpi(2)
 def test_a_rank_that_alone_cannot_be_configured_ends_all_ranks_with_its_error(tmp_path):
     script = f'[ "$PMI_RANK" = 1 ] && export BGMPI_CONFIG={tmp_path}/none.toml; exec "$0" -m bgmpi run --model m -i x'
-    done = subprocess.run([mpiexec(), "-n", "2", "sh", "-c", script, sys.executable], capture_output=True, text=True,
-                          timeout=60, env=bare())
-    assert done.returncode == 66
+    done = mpiexec(2, ["sh", "-c", script, sys.executable], limit=60, expect=66)
     assert done.stderr.count("none.toml: cannot be read") == 1 and "rank 1" in done.stderr

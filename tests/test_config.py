@@ -51,7 +51,8 @@ def test_help_names_every_flag_and_variable():
 def test_flag_beats_environment_beats_file_beats_model_beats_builtin():
     toml = "temperature = 0.1\nseed = 1\ntop_p = 0.1"
     environ = {"BGMPI_TEMPERATURE": "0.2", "BGMPI_SEED": "2"}
-    config = resolve(["--temperature", "0.3"], environ, toml).with_model_defaults({"temperature": 0.4, "top_p": 0.4, "min_p": 0.4})
+    model = {"temperature": 0.4, "top_p": 0.4, "min_p": 0.4}
+    config = resolve(["--temperature", "0.3"], environ, toml).with_model_defaults(model)
     assert (config.temperature, config.seed, config.top_p, config.min_p, config.top_k) == (0.3, 2, 0.1, 0.4, 0)
     assert [config.source(name) for name in ("temperature", "seed", "top_p", "min_p", "top_k")] == [
         "flag", "environment", "file", "generation_config", "default"]
