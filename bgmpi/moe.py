@@ -1,0 +1,136 @@
+"""The sparse feed-forward part of one layer: choose, exchange, run the experts, give back, add the shared expert.
+
+The router decides in float32 whatever the model's dtype (cases C35 to C40), because two experts that differ in the
+fourth digit must not change places with the batch size.  A plain float32 product does exactly that: its rounding
+depends on the shapes, and even two equal router rows can come out unequal.  So the product is accumulated in float64
+and rounded to float32 once; an exact tie then is one, and goes to the lower expert number.
+
+Experts are split over the ranks (`split_experts`); tokens travel, weights do not.  Every rank enters every exchange, a
+rank without tokens with zero rows.  T tokens, D hidden, E experts, A experts a token activates, I expert width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bgmpi.architecture import GroupScore, Moe, Scoring, split_experts
+from bgmpi.attention import ReadWeight
+from bgmpi.kernels.backend import Backend
+
+_TINY = 1e-20
+
+
+class Router:
+    """Chooses the experts of each token and how much each weighs."""
+
+    def __init__(self, moe: Moe, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Take weight [E, D]; bias float32 [E] decides who is chosen, never how much it weighs."""
+        self.moe = moe
+        self.weight = weight.double().T.contiguous()  # [D, E]
+        self.bias = bias
+        self.later = torch.arange(moe.experts - 1, -1, -1, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route x [T, D] -> expert int32 [T, A], weight float32 [T, A]."""
+        return self.choose(torch.mm(x.double(), self.weight).float())
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn logits float32 [T, E] -> expert int32 [T, A], weight float32 [T, A]."""
+        moe = self.moe
+        if moe.scoring is Scoring.SIGMOID:
+            scores = logits.sigmoid()
+            worth = scores if self.bias is None else scores + self.bias
+        else:
+            # Softmax keeps the order of the logits, and they tie only where they are equal.
+            scores = logits
+            worth = logits if self.bias is None else logits.softmax(-1) + self.bias
+        if moe.groups > 1:
+            worth = self._best_groups(worth)
+        expert = self._best(worth, moe.top_k, self.later)
+        return expert.int(), self._weigh(scores, expert)
+
+    def _weigh(self, scores: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        """Weigh the chosen experts, the selection bias left out."""
+        moe = self.moe
+        if moe.scoring is Scoring.SOFTMAX and moe.normalise:
+            weight = scores.gather(1, expert).softmax(-1)
+        else:
+            weight = (scores.softmax(-1) if moe.scoring is Scoring.SOFTMAX else scores).gather(1, expert)
+            if moe.normalise:
+                weight = weight / (weight.sum(-1, keepdim=True) + _TINY)
+        return weight if moe.scaling == 1.0 else weight * moe.scaling
+
+    def _best_groups(self, worth: torch.Tensor) -> torch.Tensor:
+        """Put the experts outside the best groups out of reach."""
+        moe = self.moe
+        grouped = worth.view(len(worth), moe.groups, -1)  # [T, groups, E / groups]
+        if moe.group_score is GroupScore.BEST_TWO:
+            group_worth = grouped.topk(min(2, grouped.shape[2]), dim=-1)[0].sum(-1)
+        else:
+            group_worth = grouped.amax(-1)
+        best = self._best(group_worth, moe.top_groups, self.later[-moe.groups :])
+        closed = torch.ones_like(group_worth, dtype=torch.bool).scatter_(1, best, False)
+        return grouped.masked_fill(closed[..., None], -torch.inf).view(worth.shape)
+
+    @staticmethod
+    def _best(worth: torch.Tensor, count: int, later: torch.Tensor) -> torch.Tensor:
+        """Return the places of the `count` largest, best first, ties to the lower place: int64 [T, count].
+
+        topk promises nothing about ties and a stable sort of all experts costs up to ten times as much, so float32
+        is mapped to integers in the same order and the place becomes the last digit.  `later` int64 [n] counts down
+        to 0.  Adding 0.0 makes one zero of the two.
+        """
+        bits = (worth + 0.0).view(torch.int32)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        return (ordered.long() * len(later) + later).topk(count, dim=-1)[1]
+
+
+class DenseFeedForward:
+    """The gated feed-forward block that every token visits: a dense layer, or a sparse layer's shared expert."""
+
+    def __init__(self, read: ReadWeight, backend: Backend, prefix: str = "", bias: bool = False) -> None:
+        self.backend = backend
+        first, second = f"{prefix}gate", f"{prefix}up"
+        both = torch.cat([read(f"{first}_bias"), read(f"{second}_bias")]) if bias else None
+        self.gate_up = backend.linear(torch.cat([read(first), read(second)]), both)
+        self.down = backend.linear(read(f"{prefix}down"), read(f"{prefix}down_bias") if bias else None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [T, D] -> [T, D].  Local."""
+        return self.down(self.backend.silu_mul(self.gate_up(x)))
+
+
+class SparseFeedForward:
+    """Routed experts spread over all ranks, and the shared expert of this rank's own tokens."""
+
+    def __init__(
+        self, moe: Moe, read: ReadWeight, backend: Backend, rank: int, ranks: int, routed: torch.Tensor
+    ) -> None:
+        """Take the router and the experts that `rank` owns; `routed` int64 [E] counts this rank's tokens by expert."""
+        self.moe, self.backend, self.routed = moe, backend, routed
+        bias = read("selection_bias", dtype=torch.float32) if moe.selection_bias else None
+        self.router = Router(moe, read("router", dtype=torch.float32), bias)
+        spans = split_experts(moe.experts, ranks)
+        mine = range(*spans[rank])
+        self.experts = backend.experts(
+            [torch.cat([read("expert_gate", expert), read("expert_up", expert)]) for expert in mine],
+            [read("expert_down", expert) for expert in mine],
+        )
+        sizes = torch.tensor([end - begin for begin, end in spans])
+        self.owner = torch.arange(ranks, dtype=torch.int32).repeat_interleave(sizes).to(backend.device)
+        self.local = torch.cat([torch.arange(size, dtype=torch.int32) for size in sizes]).to(backend.device)
+        self.shared = DenseFeedForward(read, backend, "shared_") if moe.shared else None
+        self.switch = read("shared_switch").T.contiguous() if moe.shared_gate else None
+        self._ones = torch.ones(1, dtype=torch.int64, device=backend.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Collective over the expert ranks, also with T = 0.  x [T, D] -> [T, D]."""
+        backend = self.backend
+        expert, weight = self.router(x)
+        self.routed.scatter_add_(0, expert.view(-1).long(), self._ones.expand(expert.numel()))
+        arrived = backend.exchange(x, expert, weight, self.owner, self.local)
+        result = backend.give_back(arrived, self.experts(arrived.x, arrived.expert, arrived.weight))
+        if self.shared is not None:
+            shared = self.shared(x)
+            result = result + (shared if self.switch is None else shared * torch.mm(x, self.switch).sigmoid_())
+        return result

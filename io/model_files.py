@@ -1,0 +1,256 @@
+"""A Hugging Face model folder: config, index, and tensors that stay on disk until somebody reads them.
+
+Tensors are memory-mapped, so the ranks of a node share one copy in the page cache and a rank pays only for the experts
+that it touches.  Everything that can be wrong with a folder is found here before any weight is read: a missing or cut
+shard, an index that promises what a shard lacks, tensors too many, too few or of another shape (cases C46 to C50).
+Weights in fp8 with block scales leave this room as float32: nobody above knows how they were packed.
+
+Knows files and names, no mathematics.  `tensor` never copies what it can map; `read` also looks for NaN and Inf.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from bgmpi.architecture import Architecture
+from bgmpi.errors import InputError, MissingError
+from bgmpi.families import expected_tensors, ignored_tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_SCALE = "_scale_inv"
+_FP8 = "F8_E4M3"
+_SAMPLE_BYTES = 4096
+
+
+class ModelFiles:
+    """An open model folder.  `notes` holds what a user should be told once and nothing stops for."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.config = config
+        self.generation_config = generation_config
+        self.notes: list[str] = []
+        self.index_hash = ""
+        self._shards: dict[str, Any] = {}
+        self._place: dict[str, str] = {}
+        self._shape: dict[str, tuple[int, ...]] = {}
+        self._packed: set[str] = set()
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, without empty ones and without the scales of packed ones."""
+        return list(self._shape)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without touching its data."""
+        self._require(name)
+        return self._shape[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in the dtype of its file, mapped and not yet read; a packed one as float32."""
+        self._require(name)
+        raw: torch.Tensor = self._shards[self._place[name]].get_tensor(name)
+        if name not in self._packed:
+            return raw
+        scale = self._shards[self._place[name + _SCALE]].get_tensor(name + _SCALE)
+        return unpack_blocks(raw, scale, self._block(), name)
+
+    def read(self, name: str, allow_nonfinite: bool = False) -> torch.Tensor:
+        """Return a tensor whose numbers were looked at; InputError naming it when any is NaN or Inf (case C49)."""
+        tensor = self.tensor(name)
+        if not allow_nonfinite and tensor.numel() and not _finite(tensor):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise InputError(
+                f"{self.folder / self._place[name]}: tensor {name} has {bad} of {tensor.numel()} numbers that are NaN "
+                f"or Inf; fetch the file again, or pass --allow-nonfinite to use it as it is"
+            )
+        return tensor
+
+    def _require(self, name: str) -> None:
+        if name not in self._shape:
+            raise InputError(f"{self.folder}: tensor {name} is not in the checkpoint")
+
+    def _block(self) -> tuple[int, int]:
+        rows, columns = (self.config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+        return int(rows), int(columns)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Say whether all numbers are finite, without a mask as large as the tensor."""
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def unpack_blocks(packed: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], name: str) -> torch.Tensor:
+    """Multiply each block of packed [N, K] by its scale [ceil(N / rows), ceil(K / columns)] -> float32 [N, K].
+
+    Blocks at the right and lower edge may be cut (case C53).  Raises InputError when the scales do not fit.
+    """
+    rows, columns = block
+    wanted = tuple(-(-size // step) for size, step in zip(packed.shape, block, strict=True))
+    if tuple(scale.shape) != wanted:
+        raise InputError(
+            f"tensor {name}{_SCALE}: expected shape {list(wanted)} for {list(packed.shape)} in blocks of "
+            f"{rows} x {columns}, got {list(scale.shape)}"
+        )
+    unpacked = packed.to(torch.float32)
+    wide = scale.float().repeat_interleave(columns, dim=1)[:, : packed.shape[1]]
+    for number, strip in enumerate(unpacked.split(rows)):
+        strip.mul_(wide[number])
+    return unpacked
+
+
+def open_model_files(folder: Path) -> ModelFiles:
+    """Open a model folder; reads headers only.
+
+    Raises MissingError when the folder, its config, its weights or a shard that its index names is not there, and
+    InputError when one of them is malformed.
+    """
+    if not folder.is_dir():
+        raise MissingError(f"model folder {folder} is not there; --model takes one with config.json and safetensors")
+    files = ModelFiles(folder, _read_json(folder / "config.json"), _read_json(folder / "generation_config.json", {}))
+    weight_map = _weight_map(folder)
+    _warn_of_strays(files, set(weight_map) if weight_map else {SINGLE})
+    for shard, promised in (weight_map or {SINGLE: None}).items():
+        _open_shard(files, shard, promised)
+    _fold_scales(files)
+    files.index_hash = _fingerprint(files)
+    return files
+
+
+def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read a JSON object; `default` when the file is absent and may be."""
+    if not path.is_file():
+        if default is not None:
+            return default
+        raise MissingError(f"{path} is not there; a model folder holds config.json and safetensors files")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _weight_map(folder: Path) -> dict[str, set[str]] | None:
+    """Return shard -> tensors as the index promises, None for a single file; all files are there (case C46)."""
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            held = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+            raise MissingError(f"{folder}: neither {INDEX} nor {SINGLE} is there; the folder holds: {held}")
+        return None
+    places = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(shard, str) for shard in places.values()):
+        raise InputError(f"{folder / INDEX}: expected an object 'weight_map' of tensor name to file name")
+    shards: dict[str, set[str]] = defaultdict(set)
+    for name, shard in places.items():
+        shards[shard].add(name)
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        raise MissingError(
+            f"{folder}: {len(missing)} of {len(shards)} shards that {INDEX} names are not there: {', '.join(missing)}"
+        )
+    return dict(sorted(shards.items()))
+
+
+def _warn_of_strays(files: ModelFiles, used: set[str]) -> None:
+    """Note the weight files that nothing refers to (case C47)."""
+    strays = sorted(path.name for path in files.folder.glob("*.safetensors") if path.name not in used)
+    if strays:
+        files.notes.append(f"{files.folder}: not used, because the index does not name it: {', '.join(strays)}")
+
+
+def _open_shard(files: ModelFiles, shard: str, promised: set[str] | None) -> None:
+    """Map one file and take up its tensors; `promised` None takes all."""
+    path = files.folder / shard
+    try:
+        handle = safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(
+            f"{path}: {path.stat().st_size} bytes that are cut short or not safetensors ({error}); fetch the file again"
+        ) from error
+    held = set(handle.keys())
+    lacking = sorted((promised or set()) - held)
+    if lacking:
+        raise InputError(f"{path}: {INDEX} places {len(lacking)} tensors here that it lacks: {', '.join(lacking[:5])}")
+    surplus = sorted(held - promised) if promised is not None else []
+    if surplus:
+        told = ', '.join(surplus[:5])
+        files.notes.append(f"{path}: {len(surplus)} tensors are not in the index and not used: {told}")
+    files._shards[shard] = handle
+    for name in sorted(held if promised is None else promised):
+        piece = handle.get_slice(name)
+        shape = tuple(piece.get_shape())
+        if 0 in shape:
+            files.notes.append(f"{path}: tensor {name} of shape {list(shape)} is empty and not used")
+            continue
+        files._place[name] = shard
+        files._shape[name] = shape
+        if piece.get_dtype() == _FP8:
+            files._packed.add(name)
+
+
+def _fold_scales(files: ModelFiles) -> None:
+    """Hide the scales of packed tensors behind them; a packed tensor without scales is refused."""
+    for name in sorted(files._packed):
+        if files._shape.pop(name + _SCALE, None) is None:
+            raise InputError(f"{files.folder}: tensor {name} is fp8 but has no {name + _SCALE}; only block-scaled fp8 "
+                             f"is known")
+
+
+def _fingerprint(files: ModelFiles) -> str:
+    """Return a SHA-256 over config, index, and of each shard its size and three samples: cheap, yet two checkpoints of
+    the same shape differ."""
+    digest = hashlib.sha256(json.dumps(files.config, sort_keys=True).encode())
+    index = files.folder / INDEX
+    digest.update(index.read_bytes() if index.is_file() else b"")
+    for shard in sorted(files._shards):
+        path = files.folder / shard
+        size = path.stat().st_size
+        digest.update(f"{shard} {size}".encode())
+        with path.open("rb") as stream:
+            for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def check_files(arch: Architecture, files: ModelFiles) -> None:
+    """Compare names and shapes with what `arch` needs; reads no data.
+
+    Raises InputError naming every kind of difference.  Adds a note for what is rightly left unused.
+    """
+    expected, held = expected_tensors(arch), set(files.names())
+    missing = sorted(expected.keys() - held)
+    ignored: dict[str, list[str]] = defaultdict(list)
+    unused = []
+    for name in sorted(held - expected.keys()):
+        reason = ignored_tensor(arch, name)
+        unused.append(name) if reason is None else ignored[reason].append(name)
+    wrong = [
+        f"{name} expected {list(expected[name])}, got {list(files.shape(name))}"
+        for name in sorted(expected.keys() & held) if expected[name] != files.shape(name)
+    ]
+    problems = _problems({"missing": missing, "unused": unused, "of another shape": wrong})
+    if problems:
+        raise InputError(f"{files.folder}: the weights do not fit config.json ({arch.family}): {problems}")
+    files.notes += [f"{files.folder}: {len(names)} tensors not used: {why}" for why, names in ignored.items()]
+
+
+def _problems(kinds: Mapping[str, list[str]], most: int = 8) -> str:
+    """Tell the problems of each kind, the first few by name."""
+    told = []
+    for kind, names in kinds.items():
+        if names:
+            more = f" and {len(names) - most} more" if len(names) > most else ""
+            told.append(f"{len(names)} {kind}: {', '.join(names[:most])}{more}")
+    return "; ".join(told)
