@@ -27,9 +27,10 @@ class ExitCode(IntEnum):
 
 
 class BgmpiError(Exception):
-    """Ends the job on every rank with `exit_code`."""
+    """Ends the job on every rank with `exit_code`; `agreed` once every rank has it."""
 
     exit_code: ExitCode = ExitCode.INTERNAL
+    agreed: bool = False
 
 
 class UsageError(BgmpiError):

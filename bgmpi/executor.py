@@ -80,11 +80,12 @@ class Executor:
     ) -> None:
         self.model = model
         self.shape = shape
+        self.lockstep = any(model.is_collective(layer) for layer in range(model.layers))
         self._backend = backend
         self._page_tokens = page_tokens
         one = model.page_shape(page_tokens)
         self._kv = [backend.empty((pages, *one), dtype) for _ in range(model.layers)]
-        self._hidden = backend.empty((budget, model.hidden), dtype)
+        self._hidden = backend.empty((budget, model.arch.hidden), dtype)
         self.at_layer: NDArray[np.int32] = np.full(slots, NOWHERE, np.int32)
         self.at_module: NDArray[np.int8] = np.zeros(slots, np.int8)
         self.expert_batches = 0

@@ -124,7 +124,7 @@ class Rank:
         """Return the fullest rank's tokens, and whether a rank starves while rank 0 has sequences that wait."""
         manager = self.manager
         starving = more and not manager.backlog and manager.slots_free > len(manager.active) // 8
-        if self.world.size == 1 or not self.executor.model.lockstep:
+        if self.world.size == 1 or not self.executor.lockstep:
             return tokens, starving
         everyone = self.world.all_gather_counts(np.array([tokens, starving], np.int64))
         return int(everyone[:, 0].max()), bool(everyone[:, 1].any())
@@ -138,20 +138,19 @@ class Rank:
             self._record_prompt(plan, hidden)
         slots = plan.slots[plan.emits]
         tokens = np.empty(0, np.int32)
-        stopped = fault = np.empty(0, bool)
-        stop_token = np.empty(0, np.int32)
+        stopped = fault = by_token = np.empty(0, bool)
         if len(slots):
             rows = hidden[torch.from_numpy(plan.first[1:][plan.emits].astype(np.int64) - 1)]
             drawn = self.sampler.draw(
                 self.executor.logits(rows), slots, manager.known[slots] - manager.prompt[slots]
             )
-            tokens, fault, stop_token = drawn.tokens, drawn.fault, drawn.stop_token
-            stopped = drawn.stopped | self._listen(slots, drawn)
+            tokens, fault, by_token = drawn.tokens, drawn.fault, drawn.stopped
+            stopped = by_token | self._listen(slots, drawn)
             self._record(slots, drawn)
             self._greet(slots)
         ended = manager.commit(plan, tokens, stopped, fault)
         if len(ended.slots):
-            self._answer(ended, dict(zip(slots.tolist(), stop_token.tolist(), strict=True)))
+            self._answer(ended, set(slots[by_token].tolist()))
             self._refill()
 
     def _refill(self) -> None:
@@ -171,7 +170,9 @@ class Rank:
         self._scoring.discard(slot)
 
     def _listen(self, slots: NDArray[np.int64], drawn: Drawn) -> NDArray[np.bool_]:
-        """Feed the rows that have stop texts; -> bool [B], those whose stop text came."""
+        """Feed the rows that have stop texts and note what stopped a row; -> bool [B], those whose stop text came."""
+        for index in np.flatnonzero(drawn.stop_token >= 0).tolist():
+            self.live[int(self.manager.sequence[slots[index]])].stop_reason = int(drawn.stop_token[index])
         heard = np.zeros(len(slots), bool)
         if not self._listening:
             return heard
@@ -180,7 +181,7 @@ class Rank:
                 continue
             transcript = self.live[int(self.manager.sequence[slot])]
             assert transcript.stream is not None
-            if drawn.stop_token[index] >= 0 and not transcript.request.sampling.include_stop:
+            if drawn.stopped[index] and not transcript.request.sampling.include_stop:
                 continue
             reason = transcript.stream.push(int(drawn.tokens[index]))
             if reason is not None:
@@ -197,13 +198,13 @@ class Rank:
                 self.live[sequence].first_token_s = now
 
     def _record(self, slots: NDArray[np.int64], drawn: Drawn) -> None:
-        if drawn.logprobs is None:
+        if drawn.chosen is None or drawn.top_ids is None or drawn.top is None:
             return
-        asked, chosen, ids, top = drawn.logprobs
-        for place, index in enumerate(asked.tolist()):
-            pieces = self.live[int(self.manager.sequence[slots[index]])].logprobs
+        for index, sequence in enumerate(self.manager.sequence[slots].tolist()):
+            pieces = self.live[sequence].logprobs
             if pieces is not None and not drawn.fault[index]:
-                pieces.add(chosen[place : place + 1], ids[place : place + 1], top[place : place + 1])
+                one = slice(index, index + 1)
+                pieces.add(drawn.chosen[one], drawn.top_ids[one], drawn.top[one])
 
     def _record_prompt(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Record log-probabilities of prompt tokens, in slices so that no tokens x vocabulary block arises (C59)."""
@@ -222,14 +223,14 @@ class Rank:
                 targets = manager.tokens[slot, start + 1 : stop + 1]
                 pieces.add(*self.sampler.prompt_logprobs(self.executor.logits(rows), targets, pieces.width))
 
-    def _answer(self, ended: Ended, stop_token: dict[int, int]) -> None:
+    def _answer(self, ended: Ended, by_token: set[int]) -> None:
         manager, now = self.manager, self.clock()
         for slot, finish in zip(ended.slots.tolist(), ended.finish.tolist(), strict=True):
             tokens = manager.tokens[slot, manager.prompt[slot] : manager.known[slot]].copy()
             transcript = self.live.pop(int(manager.sequence[slot]))
             self.sink(
                 close_transcript(
-                    transcript, tokens, Finish(finish), stop_token.get(slot, -1), now, self.tokenizer
+                    transcript, tokens, Finish(finish), slot in by_token, now, self.tokenizer
                 )
             )
             self._vacate(slot)

@@ -67,9 +67,7 @@ def open_transcript(request: Request, sample: int, queued_s: float, tokenizer: T
     asks = request.sampling
     transcript = Transcript(request, sample, queued_s, asks.max_tokens is None)
     if asks.stop:
-        transcript.stream = TextStream(
-            tokenizer, asks.stop, skip_special_tokens=asks.skip_special_tokens, include_stop=asks.include_stop
-        )
+        transcript.stream = TextStream.for_sampling(tokenizer, asks)
     if asks.logprobs is not None:
         transcript.logprobs = Pieces(asks.logprobs)
     if asks.prompt_logprobs is not None:
@@ -84,22 +82,16 @@ def close_transcript(
     transcript: Transcript,
     tokens: NDArray[np.int32],
     finish: Finish,
-    stop_token: int,
+    ended_by_token: bool,
     done_s: float,
     tokenizer: Tokenizer,
 ) -> Answer:
     """Return the answer that an ended sequence becomes.
 
-    tokens int32 [n]: everything generated; stop_token: the id that ended it, -1 for none.
+    tokens int32 [n]: everything generated; ended_by_token: the last one is a stop token or end-of-sequence.
     """
     request, asks = transcript.request, transcript.request.sampling
-    reason = transcript.stop_reason
-    shown = tokens
-    if stop_token >= 0:
-        if not asks.include_stop:
-            shown = tokens[:-1]
-        if stop_token in asks.stop_token_ids:
-            reason = stop_token
+    shown = tokens[:-1] if ended_by_token and not asks.include_stop else tokens
     if transcript.stream is not None:
         text = transcript.stream.finish()
     else:
@@ -118,7 +110,7 @@ def close_transcript(
         prompt_tokens=len(request.prompt),
         tokens=tokens,
         text=text,
-        stop_reason=reason,
+        stop_reason=transcript.stop_reason,
         error=error,
         logprobs=transcript.logprobs.joined() if transcript.logprobs is not None else None,
         prompt_logprobs=transcript.prompt_logprobs.joined() if transcript.prompt_logprobs is not None else None,

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -58,7 +59,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
 
 
-def check_launch(size: int, environ: dict[str, str], *, allow_mismatch: bool = False) -> None:
+def check_launch(size: int, environ: Mapping[str, str], *, allow_mismatch: bool = False) -> None:
     """Raise UsageError when the launcher started more ranks than MPI sees (each would be rank 0 of 1).  Local.
 
     environ: the process environment.  Source: conventions.md, Slurm.
@@ -72,6 +73,13 @@ def check_launch(size: int, environ: dict[str, str], *, allow_mismatch: bool = F
             f"not match. Under Slurm start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI), or with "
             f"`mpiexec`; --allow-rank-mismatch goes on all the same."
         )
+
+
+def threads_for(node_ranks: int, cores: int, environ: Mapping[str, str]) -> int:
+    """Return the threads a rank may use so that all of the node fit its `cores`; OMP_NUM_THREADS can lower it.  Pure."""
+    fitting = max(1, cores // node_ranks)
+    allowed = environ.get("OMP_NUM_THREADS", "")
+    return min(fitting, int(allowed)) if allowed.isdigit() and int(allowed) else fitting
 
 
 class World:
@@ -92,7 +100,7 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and not getattr(error, "agreed", False) and self.size > 1:
+        if error is not None and not (isinstance(error, BgmpiError) and error.agreed) and self.size > 1:
             self.abort(error)
 
     # --- control: whole rounds ------------------------------------------------------------------------------------
@@ -150,7 +158,7 @@ class World:
         self._comm.Bcast(buffer, root=first)
         agreed = BgmpiError(buffer.tobytes().decode())
         agreed.exit_code = ExitCode(int(codes[first]))
-        agreed.agreed = True  # type: ignore[attr-defined]
+        agreed.agreed = True
         raise agreed
 
     def all_gather_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -199,5 +207,5 @@ def open_world(*, allow_mismatch: bool = False) -> World:
     """
     from mpi4py import MPI
 
-    check_launch(MPI.COMM_WORLD.Get_size(), dict(os.environ), allow_mismatch=allow_mismatch)
+    check_launch(MPI.COMM_WORLD.Get_size(), os.environ, allow_mismatch=allow_mismatch)
     return World(MPI, MPI.COMM_WORLD.Dup())

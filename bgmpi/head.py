@@ -1,0 +1,159 @@
+"""Rank 0's part of the job beside its own sequences: read ahead, decide, watch, and publish at the end.
+
+The decisions are the scheduler's; this is the deed around it: what it hears is collected, what it says is packed for
+every rank with the requests that it speaks of, and both go to the trace.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct
+
+from bgmpi.coroutine import State
+from bgmpi.intake import Intake
+from bgmpi.io.publish import Published, publish, remove_parts
+from bgmpi.io.segments import parts_folder
+from bgmpi.prepare import Job
+from bgmpi.primitives import Admit, Event, Instruction, Reported
+from bgmpi.rank import Work
+from bgmpi.report import Snapshot, Summary, progress_of
+from bgmpi.request import Answer
+from bgmpi.scheduler import Rules, Scheduler
+from bgmpi.tally import Counts
+from bgmpi.trace import TraceWriter
+
+
+class Orders(Struct):
+    """What one rank gets in one round: instructions, and the work that its `Admit`s speak of."""
+
+    instructions: list[Instruction]
+    work: list[Work]
+
+
+class Head:
+    """The job as rank 0 sees it.  pool: tokens of KV of the smallest rank; refuse: takes rows that never run."""
+
+    def __init__(
+        self,
+        job: Job,
+        ranks: int,
+        *,
+        pool: int,
+        clock: Callable[[], float],
+        refuse: Callable[[Answer], None],
+        stack: ExitStack,
+    ) -> None:
+        assert job.index is not None
+        config = job.config
+        self._job = job
+        self._ranks = ranks
+        self._clock = clock
+        self._reader = job.reader()
+        self._intake = Intake(
+            self._reader, job.index.samples, context=job.context, pool=pool, clock=clock, refuse=refuse
+        )
+        rules = Rules(round_steps=config.page_tokens, page_tokens=config.page_tokens)
+        self._scheduler = Scheduler(self._intake.sequences, ranks, rules)
+        self._trace = stack.enter_context(TraceWriter(config.trace)) if config.trace else None
+        metrics = stack.enter_context(open(config.metrics_file, "a")) if config.metrics_file else None
+        columns = shutil.get_terminal_size((120, 24)).columns
+        self._progress = progress_of(config, sys.stderr, metrics=metrics, columns=columns)
+        stack.callback(self._progress.close)
+        self._now = Snapshot(0, 0, self._intake.sequences, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
+
+    def decide(self, reports: list[Reported]) -> list[Orders]:
+        """Turn one round's reports into every rank's orders."""
+        scheduler = self._scheduler
+        room = sum(report.slots_free for report in reports)
+        wanted = scheduler.wanted() if scheduler.round_number else 2 * room
+        events: list[Event] = [*reports, *self._intake.read(wanted)]
+        said = scheduler.handle(events)
+        if self._job.config.check:
+            scheduler.check()
+        if self._trace is not None:
+            self._trace.round(scheduler.round_number, self._clock(), events, said)
+        self._watch(reports)
+        return [Orders(one, self._work(one)) for one in said]
+
+    def publish(self) -> Published:
+        """Merge all segments into the output file.  Raises WriteError; the segments stay until it is whole."""
+        job = self._job
+        assert job.index is not None
+        layout: dict[str, int | str] = {
+            "ranks": self._ranks,
+            "page_tokens": job.config.page_tokens,
+            "dtype": str(job.dtype).removeprefix("torch."),
+        }
+        folder = parts_folder(job.config.output_file)
+        published = publish(
+            folder,
+            Path(job.config.output_file),
+            job.provenance(layout),
+            len(job.index),
+            job.index.samples,
+            prompts_per_row=job.index.prompts,
+        )
+        remove_parts(folder)
+        return published
+
+    def summarise(self, counts: Counts, published: Published, loaded: float) -> Summary:
+        """Return the summary and show the last line of progress."""
+        self._progress.show(replace(self._now, seconds=self._clock()), last=True)
+        percentiles = [float("nan")] * 3
+        if len(counts.seconds):
+            percentiles = np.percentile(counts.seconds, (50, 95, 99)).tolist()
+        routed = counts.routed
+        return Summary(
+            rows=published.rows,
+            done=published.done,
+            failed=published.errors,
+            prompt_tokens=self._now.prompt_tokens,
+            generated_tokens=self._now.generated_tokens,
+            seconds=self._clock(),
+            ranks=self._ranks,
+            steps=self._now.steps,
+            load_seconds=loaded,
+            finish=counts.finish,
+            errors=counts.errors,
+            default_capped=counts.default_capped,
+            preemptions=self._now.preemptions,
+            sct_p50=percentiles[0],
+            sct_p95=percentiles[1],
+            sct_p99=percentiles[2],
+            expert_tokens_mean=float(routed.mean()) if len(routed) else None,
+            expert_tokens_max=float(routed.max()) if len(routed) else None,
+            outputs={"results": str(published.path)},
+            samples=[(self._reader.prompt_text(row), text) for row, text in counts.shown],
+        )
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _work(self, instructions: list[Instruction]) -> list[Work]:
+        return [work for one in instructions if isinstance(one, Admit) for work in self._intake.take(one.sequences)]
+
+    def _watch(self, reports: list[Reported]) -> None:
+        counts = self._scheduler.table.counts
+        pages = sum(report.pool_pages for report in reports)
+        yields = sum(len(m.sequences) for report in reports for m in report.moves if m.state == State.YIELDED)
+        self._now = Snapshot(
+            done=int(counts[State.DONE]),
+            failed=int(counts[State.FAILED]),
+            total=self._intake.sequences,
+            active=int(counts[State.ACTIVE]),
+            waiting=int(counts[State.WAITING] + counts[State.YIELDED]),
+            prompt_tokens=self._now.prompt_tokens + sum(report.prompt_tokens for report in reports),
+            generated_tokens=self._now.generated_tokens + sum(report.generated_tokens for report in reports),
+            kv_used=pages - sum(report.free_pages for report in reports),
+            kv_pages=pages,
+            preemptions=self._now.preemptions + yields,
+            seconds=self._clock(),
+            steps=self._now.steps + max(report.steps for report in reports),
+        )
+        self._progress.show(self._now)

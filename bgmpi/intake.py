@@ -1,0 +1,145 @@
+"""Rank 0 reads ahead: rows of the input become requests, and requests become work for ranks.
+
+Only as many requests are held as the scheduler wants to see, so memory does not grow with the input.  A row that
+cannot run becomes an error row at once and harms no other.  It decides nothing about placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bgmpi.errors import RowError
+from bgmpi.io.requests import RowRefused
+from bgmpi.primitives import Arrived, Event, Ids, InputEnded, Refused
+from bgmpi.rank import Work
+from bgmpi.request import Answer, Finish, Request
+
+
+class Reader(Protocol):
+    """Reads single rows: the requests of one row, or why it is refused."""
+
+    def read(self, row: int) -> tuple[Request, ...] | RowRefused:
+        """Return row `row`'s requests; the j-th one's samples are numbered from j * its `samples`."""
+
+
+class Intake:
+    """The rows that were read and have no rank yet.
+
+    samples int32 [rows]: sequences of each row; context: the longest a sequence can become by the model, pool: by the
+    smallest rank's KV memory, both in tokens; refuse: takes the error answer of a row that never runs.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        samples: NDArray[np.int32],
+        *,
+        context: int,
+        pool: int,
+        clock: Callable[[], float],
+        refuse: Callable[[Answer], None],
+    ) -> None:
+        self.first: NDArray[np.int64] = np.zeros(len(samples) + 1, np.int64)
+        np.cumsum(samples, out=self.first[1:])
+        self._reader = reader
+        self._context = context
+        self._pool = pool
+        self._clock = clock
+        self._refuse = refuse
+        self._next_row = 0
+        self._held: dict[int, tuple[Request, int, int, float]] = {}
+        self._ended = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the input."""
+        return len(self.first) - 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the job."""
+        return int(self.first[-1])
+
+    def read(self, wanted: int) -> list[Event]:
+        """Read rows until `wanted` sequences have arrived or the input ends; -> what rank 0 should hear."""
+        names: list[int] = []
+        prompts: list[int] = []
+        caps: list[int] = []
+        refused: list[NDArray[np.int64]] = []
+        while len(names) < wanted and self._next_row < self.rows:
+            row = self._next_row
+            self._next_row += 1
+            found = self._reader.read(row)
+            found = self._without_giants(found) if isinstance(found, tuple) else found
+            if isinstance(found, RowRefused):
+                self._refuse(error_answer(found))
+                refused.append(np.arange(self.first[row], self.first[row + 1]))
+                continue
+            sequence = int(self.first[row])
+            now = self._clock()
+            for place, request in enumerate(found):
+                most = self._most(request)
+                for sample in range(place * request.samples, (place + 1) * request.samples):
+                    self._held[sequence] = (request, sample, most, now)
+                    names.append(sequence)
+                    prompts.append(len(request.prompt))
+                    caps.append(most - len(request.prompt))
+                    sequence += 1
+        events: list[Event] = []
+        if refused:
+            events.append(Refused(np.concatenate(refused)))
+        if names:
+            events.append(Arrived(np.array(names, np.int64), np.array(prompts, np.int64), np.array(caps, np.int64)))
+        if self._next_row == self.rows and not self._ended:
+            self._ended = True
+            events.append(InputEnded())
+        return events
+
+    def take(self, sequences: Ids) -> list[Work]:
+        """Hand over sequences that were admitted to a rank; samples of one request travel together."""
+        work: list[Work] = []
+        for sequence in sequences.tolist():
+            request, sample, most, queued = self._held.pop(sequence)
+            if not work or work[-1].request is not request:
+                work.append(Work(request, [], [], most, queued))
+            work[-1].sequences.append(sequence)
+            work[-1].samples.append(sample)
+        return work
+
+    def _most(self, request: Request) -> int:
+        limit = min(self._context, self._pool)
+        asked = request.sampling.max_tokens
+        return limit if asked is None else min(limit, len(request.prompt) + asked)
+
+    def _without_giants(self, requests: tuple[Request, ...]) -> tuple[Request, ...] | RowRefused:
+        """Refuse a row that no rank's KV memory can ever hold (law 6): it would wait for ever."""
+        for request in requests:
+            asked = request.sampling.max_tokens
+            need = min(self._context, len(request.prompt) + (1 if asked is None else asked))
+            if need > self._pool:
+                message = (
+                    f"the prompt has {len(request.prompt)} tokens and max_tokens is {asked}: {need} tokens of KV are "
+                    f"needed, a rank holds {self._pool}; raise --kv-memory or lower max_tokens"
+                )
+                error = RowError("insufficient_kv_memory", message, "max_tokens")
+                return RowRefused(request.row, request.custom_id, request.url, error)
+        return requests
+
+
+def error_answer(refused: RowRefused) -> Answer:
+    """Return the answer of a whole row that never ran."""
+    return Answer(
+        row=refused.row,
+        sample=-1,
+        custom_id=refused.custom_id,
+        finish=Finish.ERROR,
+        prompt_tokens=0,
+        tokens=np.empty(0, np.int32),
+        text="",
+        error=refused.error,
+        url=refused.url,
+    )

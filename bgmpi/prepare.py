@@ -1,0 +1,201 @@
+"""Everything that must be true before the first step: files that exist, fit and are understood, and room for KV.
+
+Cheap checks come first and weights last, so a misspelt path or a bad line costs seconds on every rank, never a model
+load.  Each stage is agreed on by all ranks before the next begins.  Knows files and sizes, nothing of rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+import bgmpi
+from bgmpi.architecture import Architecture
+from bgmpi.config import Config
+from bgmpi.errors import BgmpiError, InputError, MissingError, UsageError, WriteError
+from bgmpi.families import read_architecture
+from bgmpi.io.model_files import ModelFiles, check_files, open_model_files
+from bgmpi.io.publish import Provenance
+from bgmpi.io.request_index import RequestIndex, scan_requests
+from bgmpi.io.requests import RequestLimits, RequestReader
+from bgmpi.io.segments import parts_folder
+from bgmpi.io.tokenizer import Tokenizer, open_tokenizer
+from bgmpi.world import World
+
+T = TypeVar("T")
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_LOG = logging.getLogger("bgmpi.prepare")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The job as it was found: model, tokenizer, and on rank 0 the index of the input."""
+
+    config: Config
+    architecture: Architecture
+    files: ModelFiles
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    context: int
+    index: RequestIndex | None
+
+    def reader(self) -> RequestReader:
+        """Open the input for reading single rows.  Rank 0."""
+        assert self.index is not None
+        config = self.config
+        limits = RequestLimits.from_config(config, max_model_len=self.context, vocab=self.architecture.vocab)
+        return RequestReader(Path(config.input_file or ""), self.index, self.tokenizer, limits)
+
+    def provenance(self, layout: Mapping[str, int | str]) -> Provenance:
+        """Return where the results come from."""
+        assert self.index is not None
+        config, template = self.config, self.tokenizer.chat_template_text
+        documents = {"config": config.to_json(), "model_config": json.dumps(self.files.config)}
+        if template is not None:
+            documents["chat_template"] = template
+        return Provenance(
+            model=config.served_model_name or Path(config.model or "").name,
+            code_version=bgmpi.__version__,
+            input_path=str(config.input_file),
+            input_bytes=self.index.size,
+            input_sha256=self.index.sha256,
+            model_index_sha256=self.files.index_hash,
+            tokenizer_sha256=self.tokenizer.hash,
+            layout=layout,
+            attributes={"nonfinite_allowed": int(config.allow_nonfinite)},
+            documents=documents,
+        )
+
+
+def together(world: World, stage: Callable[[], T]) -> T:
+    """Collective over the world: do a stage on every rank; a failure on any rank is raised on all."""
+    result, failure = None, None
+    try:
+        result = stage()
+    except BgmpiError as error:
+        failure = error
+    world.agree(failure)
+    return result  # type: ignore[return-value]
+
+
+def prepare(config: Config, world: World) -> Job:
+    """Collective over the world: open and check everything but the weights' data."""
+    together(world, lambda: check_output(config) if world.rank == 0 else None)
+    index = together(world, lambda: _scan(config) if world.rank == 0 else None)
+    files = together(world, lambda: open_model_files(Path(config.model or "")))
+    config = together(world, lambda: config.with_model_defaults(files.generation_config))
+    architecture = together(world, lambda: read_architecture(files.config))
+    together(world, lambda: check_files(architecture, files))
+    tokenizer = together(world, lambda: _tokenizer(config, files, index))
+    dtype = together(world, lambda: _dtype(config, files))
+    context = together(world, lambda: _context(config, architecture))
+    for note in (*config.explain(), *files.notes):
+        _LOG.info(note)
+    return Job(config, architecture, files, tokenizer, dtype, context, index)
+
+
+def check_output(config: Config) -> None:
+    """Raise before any work when the output cannot be written or would be overwritten unasked."""
+    output = Path(config.output_file)
+    if output.is_dir():
+        raise UsageError(f"--output-file {output} is a folder; name a file")
+    if not output.parent.is_dir():
+        raise MissingError(f"--output-file {output}: the folder {output.parent} is not there; make it first")
+    if not os.access(output.parent, os.W_OK):
+        raise WriteError(f"--output-file {output}: no permission to write in {output.parent}")
+    for path in (output, parts_folder(output)):
+        if path.exists() and not config.overwrite:
+            raise UsageError(f"{path} exists; pass --overwrite to replace it, or another --output-file")
+
+
+def _scan(config: Config) -> RequestIndex:
+    return scan_requests(Path(config.input_file or ""), max_line_bytes=config.max_line_bytes)
+
+
+def _eos(config: Mapping[str, object]) -> list[int]:
+    found = config.get("eos_token_id")
+    return [int(one) for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]
+
+
+def _tokenizer(config: Config, files: ModelFiles, index: RequestIndex | None) -> Tokenizer:
+    folder = Path(config.tokenizer or config.model or "")
+    eos = {*_eos(files.config), *_eos(files.generation_config)}
+    tokenizer = open_tokenizer(folder, chat_template=config.chat_template, config_eos=eos)
+    if index is not None and index.has_chat and not tokenizer.has_chat_template:
+        raise UsageError(
+            f"line {index.first_chat_line} of {config.input_file} is a chat, but the tokenizer of {folder} has no chat "
+            f"template; pass --chat-template FILE"
+        )
+    return tokenizer
+
+
+def _dtype(config: Config, files: ModelFiles) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    name = files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16"
+    if name not in _DTYPES:
+        raise InputError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}; pass --dtype")
+    return _DTYPES[name]
+
+
+def _context(config: Config, architecture: Architecture) -> int:
+    asked = config.max_model_len
+    if asked is None:
+        return architecture.positions
+    if asked > architecture.positions:
+        raise UsageError(f"--max-model-len {asked} is more than the {architecture.positions} tokens the model was made for")
+    return asked
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def page_bytes(page_shape: tuple[int, ...], layers: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one page over all layers."""
+    return prod(page_shape) * layers * dtype.itemsize
+
+
+def pages_that_fit(config: Config, one_page: int, context: int, node_ranks: int, available: int) -> int:
+    """Return how many KV pages this rank has; pure.
+
+    one_page, available: bytes; the pool is never larger than all active sequences at full context can fill.  Raises
+    UsageError when not even one page fits, or fewer than an explicit --max-model-len needs.
+    """
+    share = int(available * config.gpu_memory_utilization) // node_ranks
+    budget = config.kv_memory if config.kv_memory is not None else share
+    full = -(-context // config.page_tokens)
+    pages = min(budget // one_page, full * config.max_num_seqs)
+    if pages < 1:
+        raise UsageError(f"{budget:,} bytes for KV hold no page of {one_page:,} bytes; raise --kv-memory")
+    if pages < full and config.max_model_len is not None:
+        raise UsageError(
+            f"--max-model-len {context} needs {full * one_page:,} bytes of KV on a rank, {budget:,} are there; "
+            f"raise --kv-memory or lower --max-model-len"
+        )
+    return pages
+
+
+def available_memory(environ: Mapping[str, str]) -> int:
+    """Return the bytes that this node's ranks may still take: free memory, cgroup limit, Slurm's limit; the least."""
+    limits = []
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            limits.append(int(line.split()[1]) * 1024)
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if os.path.exists(path):
+            text = Path(path).read_text().strip()
+            if text.isdigit():
+                limits.append(int(text))
+    slurm = environ.get("SLURM_MEM_PER_NODE", "")
+    if slurm.isdigit() and int(slurm):
+        limits.append(int(slurm) << 20)
+    return min(limits)
