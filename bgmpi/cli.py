@@ -14,16 +14,19 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 from typing import NoReturn
 
 import bgmpi
+from bgmpi import log
 from bgmpi.config import Config, Parser, config_file, resolve
 from bgmpi.config import parser as run_parser
 from bgmpi.errors import BgmpiError, ExitCode, MissingError, UsageError
+from bgmpi.values import integer
 
 INTERRUPTED = 130
 RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -76,11 +79,12 @@ def _parser() -> Parser:
     export.add_argument("results", help="a results file, HDF5")
     export.add_argument("-o", "--output-file", required=True, metavar="PATH", help="lines of the good rows")
     export.add_argument("--error-file", metavar="PATH", help="lines of the failed rows; unset: beside the output")
+    export.add_argument("--tokenizer", metavar="DIR", help="spell tokens of log-probabilities as text, not as numbers")
     export.set_defaults(command=_export)
 
     inspect = commands.add_parser("inspect", help="say what is in a results file", allow_abbrev=False)
     inspect.add_argument("results", help="a results file, HDF5")
-    inspect.add_argument("--rows", type=int, default=3, metavar="K", help="rows to show, default 3")
+    inspect.add_argument("--rows", type=_count, default=3, metavar="K", help="rows to show, default 3")
     inspect.set_defaults(command=_inspect)
 
     demo = commands.add_parser("demo-model", help="make the demo model and print its folder", allow_abbrev=False)
@@ -150,6 +154,7 @@ def _with_demo(config: Config) -> Config:
         return config
     from bgmpi.io.demo_model import demo_model
 
+    log.configure(launch_rank(os.environ) or 0, gethostname(), config.log_level)
     return replace(config, model=str(demo_model("moe", Path(config.cache) if config.cache else None)))
 
 
@@ -190,9 +195,22 @@ def _become_mpiexec(ranks: int, threads: int | None, words: Sequence[str], envir
 def _export(chosen: Namespace) -> int:
     from bgmpi.io.openai_lines import export
 
-    done = export(chosen.results, chosen.output_file, chosen.error_file)
+    spell = None
+    if chosen.tokenizer is not None:
+        from bgmpi.io.tokenizer import open_tokenizer
+
+        spell = open_tokenizer(Path(chosen.tokenizer)).token_bytes
+    done = export(chosen.results, chosen.output_file, chosen.error_file, token_text=spell)
     sys.stdout.write(f"{done.answers} answers in {done.output}, {done.errors} errors in {done.error_file}\n")
     return ExitCode.OK
+
+
+def _count(word: str) -> int:
+    try:
+        number: int = integer(0)(word)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return number
 
 
 def _inspect(chosen: Namespace) -> int:
@@ -205,5 +223,6 @@ def _inspect(chosen: Namespace) -> int:
 def _demo_model(chosen: Namespace) -> int:
     from bgmpi.io.demo_model import demo_model
 
+    log.configure(0, gethostname())
     sys.stdout.write(f"{demo_model(chosen.kind, chosen.cache)}\n")
     return ExitCode.OK
