@@ -55,7 +55,7 @@ class Head:
         self._job = job
         self._ranks = ranks
         self._clock = clock
-        self._reader = job.reader()
+        self._reader = stack.enter_context(job.reader())
         self._intake = Intake(
             self._reader, job.index.samples, context=job.context, pool=pool, clock=clock, refuse=refuse
         )
@@ -98,7 +98,6 @@ class Head:
             job.provenance(layout),
             len(job.index),
             job.index.samples,
-            prompts_per_row=job.index.prompts,
         )
         remove_parts(folder)
         return published
@@ -130,8 +129,12 @@ class Head:
             expert_tokens_mean=float(routed.mean()) if len(routed) else None,
             expert_tokens_max=float(routed.max()) if len(routed) else None,
             outputs={"results": str(published.path)},
-            samples=[(self._reader.prompt_text(row), text) for row, text in counts.shown],
+            samples=[(self._prompt_text(row), text) for row, text in counts.shown],
         )
+
+    def _prompt_text(self, row: int) -> str:
+        requests = self._reader.read(row)
+        return self._job.tokenizer.decode(requests[0].prompt) if isinstance(requests, tuple) else ""
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

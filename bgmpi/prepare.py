@@ -25,7 +25,7 @@ from bgmpi.families import read_architecture
 from bgmpi.io.model_files import ModelFiles, check_files, open_model_files
 from bgmpi.io.publish import Provenance
 from bgmpi.io.request_index import RequestIndex, scan_requests
-from bgmpi.io.requests import RequestLimits, RequestReader
+from bgmpi.io.requests import RequestLimits, RequestReader, SamplingDefaults, require_chat_template
 from bgmpi.io.segments import parts_folder
 from bgmpi.io.tokenizer import Tokenizer, open_tokenizer
 from bgmpi.world import World
@@ -52,7 +52,14 @@ class Job:
         """Open the input for reading single rows.  Rank 0."""
         assert self.index is not None
         config = self.config
-        limits = RequestLimits.from_config(config, max_model_len=self.context, vocab=self.architecture.vocab)
+        limits = RequestLimits(
+            max_model_len=self.context,
+            vocab=self.architecture.vocab,
+            job_seed=config.seed,
+            defaults=_sampling_defaults(config),
+            max_logprobs=config.max_logprobs,
+            model_names=(config.served_model_name,) if config.served_model_name else (),
+        )
         return RequestReader(Path(config.input_file or ""), self.index, self.tokenizer, limits)
 
     def provenance(self, layout: Mapping[str, int | str]) -> Provenance:
@@ -130,12 +137,23 @@ def _tokenizer(config: Config, files: ModelFiles, index: RequestIndex | None) ->
     folder = Path(config.tokenizer or config.model or "")
     eos = {*_eos(files.config), *_eos(files.generation_config)}
     tokenizer = open_tokenizer(folder, chat_template=config.chat_template, config_eos=eos)
-    if index is not None and index.has_chat and not tokenizer.has_chat_template:
-        raise UsageError(
-            f"line {index.first_chat_line} of {config.input_file} is a chat, but the tokenizer of {folder} has no chat "
-            f"template; pass --chat-template FILE"
-        )
+    if index is not None:
+        require_chat_template(index, tokenizer)
     return tokenizer
+
+
+def _sampling_defaults(config: Config) -> SamplingDefaults:
+    """Return the config's sampling values, all set by `with_model_defaults`."""
+    assert config.temperature is not None and config.top_p is not None and config.top_k is not None
+    assert config.min_p is not None and config.repetition_penalty is not None
+    return SamplingDefaults(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        max_tokens=config.max_tokens,
+    )
 
 
 def _dtype(config: Config, files: ModelFiles) -> torch.dtype:
