@@ -96,10 +96,17 @@ class Tokenizer:
 
     @cached_property
     def most_bytes_a_token(self) -> int | None:
-        """The most UTF-8 bytes of text that one token can stand for; None when a normalizer may drop text."""
-        if self._backend.normalizer is not None:
+        """The most UTF-8 bytes of a user's text that one token can stand for; None where there is no such bound.
+
+        Only byte-level pieces give one: an unknown token or one that eats spaces beside it may swallow any length.
+        """
+        added = self._backend.get_added_tokens_decoder().values()
+        if self._byte_level is None or any(token.lstrip or token.rstrip for token in added):
             return None
-        return max((len(piece.encode()) for piece in self._backend.get_vocab(with_added_tokens=True)), default=1)
+        normalizer = json.loads(self._backend.to_str())["normalizer"]
+        shrinks = 1 if normalizer is None else 4 if normalizer.get("type") == "NFC" else None
+        longest = max(len(piece.encode()) for piece in self._backend.get_vocab(with_added_tokens=True))
+        return None if shrinks is None else shrinks * longest
 
     def known(self, vocab: int) -> NDArray[np.bool_]:
         """Return which ids of a model's vocabulary have a token, bool [vocab]; the others must never be sampled."""
@@ -214,7 +221,7 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
         raise MissingError(f"tokenizer {folder}: no such file or folder; name one with --tokenizer DIR")
     others = [name for name in _OTHER_KINDS if (folder / name).is_file()]
     if not others:
-        raise MissingError(f"{folder}: no tokenizer.json (nor {', '.join(_OTHER_KINDS)}); name one with --tokenizer DIR")
+        raise MissingError(f"{folder}: no tokenizer.json and no {' or '.join(_OTHER_KINDS)}; name --tokenizer DIR")
     advice = f"{folder} has no tokenizer.json, only {', '.join(others)}"
     try:
         from transformers import AutoTokenizer

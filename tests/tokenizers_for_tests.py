@@ -20,14 +20,14 @@ TEMPLATE = (
 )
 _ADDED = ("<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|end|>")
 _SIZE = 500
-_PIECES = (
-    "AB CD EF GH IJ KL MN OP QR ST UV WX YZ th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se "
-    "ha as ou io le ve co me de hi ri ro ic ne ea ra ce li ch ll be ma si om ur ca el ta la ns di fo ho pe ec pr no ct "
-    "us ac ot il tr ly nc et ut ss so rs un lo wa ge ie wh ee wi em ad ol rt po we na ul ni ts mo ow pa im mi ai sh ir "
-    "su id os iv ia am fi ci vi pl ig tu ev ld ry mp fe bl ab gh ty op wo sa ay ex ke fr oo av ag if ap gr od bo sp rd "
-    "the ing and ion ent for tio ati ter hat tha ere ate his con res ver all ons nce men ith ted ers pro thi wit are "
-    "tion that ther with ment ions this here from ould ting hich whic ctio ence have othe ight sion ever ical they"
-).split()
+_PIECES = """
+    AB CD EF GH IJ KL MN OP QR ST UV WX YZ th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se
+    ha as ou io le ve co me de hi ri ro ic ne ea ra ce li ch ll be ma si om ur ca el ta la ns di fo ho pe ec pr no ct
+    us ac ot il tr ly nc et ut ss so rs un lo wa ge ie wh ee wi em ad ol rt po we na ul ni ts mo ow pa im mi ai sh ir
+    su id os iv ia am fi ci vi pl ig tu ev ld ry mp fe bl ab gh ty op wo sa ay ex ke fr oo av ag if ap gr od bo sp rd
+    the ing and ion ent for tio ati ter hat tha ere ate his con res ver all ons nce men ith ted ers pro thi wit are
+    tion that ther with ment ions this here from ould ting hich whic ctio ence have othe ight sion ever ical they
+""".split()  # noqa: SIM905 - a list of 190 literals is no easier to read
 
 
 def make_tokenizer(folder: Path, *, bos: bool = False, pad: bool = True, chat_template: bool | str | list[Any] = True,

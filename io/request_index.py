@@ -1,0 +1,295 @@
+"""One streaming pass over the input file, before any weight is loaded: where each row lies and what the job is.
+
+The pass keeps 44 bytes a row (offset, length, line, samples, digest of the custom_id) and never a line longer than
+`max_line_bytes`, so neither a million rows nor one huge line fills the memory.  It decides only what must be known of
+the whole file: how many sequences there are, whether chats occur, and that no two rows share a custom_id (answers
+could not be told apart; the one fault of a row that stops the job).  Everything else that is wrong with a line becomes
+that row's error when `RequestReader` reads it.  Rejected alternative: a set of custom_ids, 100 bytes a row and more.
+
+Rows are numbered from 0 over the non-blank lines; lines are physical and counted from 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from array import array
+from dataclasses import dataclass
+from io import BufferedReader, FileIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from bgmpi.errors import InputError, MissingError
+
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
+#: most sequences that one row may ask for; an absurd n must not fill the job's tables
+MAX_SAMPLES = 16384
+#: a longer input line becomes an error row
+MAX_LINE_BYTES = 64 << 20
+
+_BOM = b"\xef\xbb\xbf"
+_PIECE = 1 << 20
+_DIGEST = 16
+_HEAD_BYTES = 1 << 16
+_LEADING_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestIndex:
+    """Where the rows of an input file lie.
+
+    `offset`, `length` int64 [rows]: bytes in the file, without the line's end.  `line` int64 [rows].  `samples` int32
+    [rows]: how many sequences the row has, 1 when that cannot be read.  `first_chat_line` is 0 when no row is a chat.
+    `size` and `sha256` are of the whole file.
+    """
+
+    offset: NDArray[np.int64]
+    length: NDArray[np.int64]
+    line: NDArray[np.int64]
+    samples: NDArray[np.int32]
+    size: int
+    sha256: str
+    first_chat_line: int
+    max_line_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether any row is a chat."""
+        return self.first_chat_line > 0
+
+    def first_sequence(self) -> NDArray[np.int64]:
+        """Return the number of each row's first sequence, int64 [rows + 1]; the last is the number of sequences."""
+        return np.concatenate(([0], np.cumsum(self.samples, dtype=np.int64)))
+
+
+class _Body(msgspec.Struct):
+    n: object = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Line(msgspec.Struct):
+    custom_id: object = None
+    url: object = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_read_line = msgspec.json.Decoder(_Line)
+_read_body = msgspec.json.Decoder(_Body)
+_read_list = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class _Growing:
+    """The columns of the index while the pass goes on."""
+
+    def __init__(self) -> None:
+        self.offset, self.length, self.line = array("q"), array("q"), array("q")
+        self.samples = array("i")
+        self.digests = bytearray()
+        self.first_chat_line = 0
+
+    def add(self, offset: int, length: int, line: int, facts: tuple[str | None, object, int]) -> None:
+        custom_id, url, samples = facts
+        self.offset.append(offset)
+        self.length.append(length)
+        self.line.append(line)
+        self.samples.append(samples)
+        self.digests += bytes(_DIGEST) if custom_id is None else _digest(custom_id)
+        if url == CHAT_URL and not self.first_chat_line:
+            self.first_chat_line = line
+
+
+def scan_requests(path: Path | str, *, max_line_bytes: int = MAX_LINE_BYTES) -> RequestIndex:
+    """Read the input file once and return where its rows lie.
+
+    Raise MissingError when it is not there, InputError when it cannot be read as a file of lines or when two rows have
+    the same custom_id (naming both lines).
+    """
+    digest = hashlib.sha256()
+    columns = _Growing()
+    with _open(Path(path)) as file:
+        size = _scan(file, columns, digest, max_line_bytes)
+        _refuse_duplicates(file, Path(path), columns, max_line_bytes)
+    return RequestIndex(
+        np.frombuffer(columns.offset, np.int64), np.frombuffer(columns.length, np.int64),
+        np.frombuffer(columns.line, np.int64), np.frombuffer(columns.samples, np.int32),
+        size, digest.hexdigest(), columns.first_chat_line, max_line_bytes,
+    )
+
+
+def _scan(file: BufferedReader, columns: _Growing, digest: Any, max_line_bytes: int) -> int:
+    """Fill `columns` and `digest` from the file; return its size in bytes."""
+    offset = line = 0
+    while piece := file.readline(max_line_bytes + 2):
+        line += 1
+        digest.update(piece)
+        start, offset = offset, offset + len(piece)
+        if not piece.endswith(b"\n") and len(piece) == max_line_bytes + 2:
+            facts = (leading_custom_id(piece[:_HEAD_BYTES]), None, 1)
+            while piece and not piece.endswith(b"\n"):
+                piece = file.readline(_PIECE)
+                digest.update(piece)
+                offset += len(piece)
+            columns.add(start, offset - start - piece.endswith(b"\n"), line, facts)
+            continue
+        if line == 1 and piece.startswith(_BOM):
+            start, piece = start + len(_BOM), piece[len(_BOM) :]
+        content = piece.rstrip()
+        if not content:
+            continue
+        columns.add(start, len(content), line, _row_facts(content, max_line_bytes))
+    return offset
+
+
+def _open(path: Path) -> BufferedReader:
+    """Open a regular file of text for reading, or say why not."""
+    try:
+        file = BufferedReader(FileIO(path), _PIECE)
+    except FileNotFoundError as error:
+        raise MissingError(f"input file {path}: no such file") from error
+    except IsADirectoryError as error:
+        raise InputError(f"input file {path}: is a folder; name one JSONL file") from error
+    except OSError as error:
+        raise InputError(f"input file {path}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise InputError(f"input file {path}: no regular file; rows are read again by their place, so copy it to one")
+    if file.peek(2).startswith(b"\x1f\x8b"):
+        file.close()
+        raise InputError(f"input file {path}: is compressed with gzip; rows are read by their place, so unpack it")
+    return file
+
+
+def _row_facts(content: bytes, max_line_bytes: int) -> tuple[str | None, object, int]:
+    """Return custom_id (None when unusable), url and the number of samples of one line."""
+    if len(content) > max_line_bytes:
+        return leading_custom_id(content), None, 1
+    try:
+        row = _read_line.decode(content)
+        custom_id, url = row.custom_id, row.url
+        body = _read_body.decode(row.body)
+        samples = sample_count(body.n, _prompt_count(url, body.prompt))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _odd_row_facts(content)
+    return usable_custom_id(custom_id), url, samples or 1
+
+
+def _odd_row_facts(content: bytes) -> tuple[str | None, object, int]:
+    """The same by the reader's own parser, for lines that the fast one refuses (lone surrogates, odd types)."""
+    try:
+        row = parse_line(content)[0]
+    except ValueError:
+        return leading_custom_id(content), None, 1
+    if not isinstance(row, dict):
+        return None, None, 1
+    body, url = row.get("body"), row.get("url")
+    samples = None
+    if isinstance(body, dict):
+        prompt = body.get("prompt") if url == COMPLETIONS_URL else None
+        many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+        samples = sample_count(body.get("n"), len(prompt) if many and prompt else 1)
+    return usable_custom_id(row.get("custom_id")), url, samples or 1
+
+
+def _prompt_count(url: object, prompt: msgspec.Raw) -> int:
+    """Return how many prompts a row's `prompt` holds: a list of texts or of id lists counts its entries."""
+    raw = bytes(prompt)
+    if url != COMPLETIONS_URL or not raw.startswith(b"["):
+        return 1
+    entries = raw[1:].lstrip()
+    return len(_read_list.decode(raw)) if entries.startswith((b'"', b"[")) else 1
+
+
+def sample_count(n: object, prompts: int) -> int | None:
+    """Return how many sequences a row has with `n` choices for each of its prompts, None when `n` is not usable."""
+    if n is None:
+        n = 1
+    if type(n) is not int or n < 1 or n * prompts > MAX_SAMPLES:
+        return None
+    return n * prompts
+
+
+def usable_custom_id(value: object) -> str | None:
+    """Return a custom_id that answers can be joined on, None for a blank one or another type."""
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def leading_custom_id(content: bytes) -> str | None:
+    """Return the custom_id of a line that is no JSON or too long, where the line begins with it."""
+    match = _LEADING_ID.match(content)
+    try:
+        return usable_custom_id(parse_line(match[1])[0]) if match else None
+    except ValueError:
+        return None
+
+
+def parse_line(content: bytes) -> tuple[Any, bool]:
+    """Return the JSON value of one line, and whether unpaired surrogates in it were replaced by U+FFFD.
+
+    Raise ValueError, saying what is wrong, for anything that is not strict JSON in strict UTF-8.
+    """
+    try:
+        value = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        if _SURROGATE_ESCAPE.search(content):
+            return _replace_surrogates(value)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value, False
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _replace_surrogates(value: Any) -> tuple[Any, bool]:
+    if isinstance(value, str):
+        clean = _SURROGATE.sub("\ufffd", value)
+        return clean, clean != value
+    if isinstance(value, list):
+        parts = [_replace_surrogates(part) for part in value]
+        return [part for part, _ in parts], any(changed for _, changed in parts)
+    if isinstance(value, dict):
+        pairs = [(_replace_surrogates(key), _replace_surrogates(part)) for key, part in value.items()]
+        return {key[0]: part[0] for key, part in pairs}, any(key[1] or part[1] for key, part in pairs)
+    return value, False
+
+
+def _digest(custom_id: str) -> bytes:
+    return hashlib.blake2b(_SURROGATE.sub("\ufffd", custom_id).encode(), digest_size=_DIGEST).digest()
+
+
+def _refuse_duplicates(file: BufferedReader, path: Path, columns: _Growing, max_line_bytes: int) -> None:
+    """Raise InputError when two rows have the same custom_id, naming the first few pairs of lines."""
+    digests = np.frombuffer(columns.digests, np.uint64).reshape(-1, 2)
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal digests stay in input order
+    ordered = digests[order]
+    same = np.flatnonzero((ordered[1:] == ordered[:-1]).all(axis=1) & ordered[1:].any(axis=1))
+    if not len(same):
+        return
+    told = []
+    for pair in sorted(same.tolist(), key=lambda at: int(order[at + 1]))[:5]:
+        row, again = int(order[pair]), int(order[pair + 1])
+        file.seek(columns.offset[row])
+        content = file.read(min(columns.length[row], _HEAD_BYTES))
+        whole = columns.length[row] <= _HEAD_BYTES
+        name = _row_facts(content, max_line_bytes)[0] if whole else leading_custom_id(content)
+        told.append(f"lines {columns.line[row]} and {columns.line[again]}" + (f" ({name!r:.80})" if name else ""))
+    more = f", and {len(same) - len(told)} more" if len(same) > len(told) else ""
+    raise InputError(
+        f"input file {path}: duplicate_custom_id: the same custom_id on {'; '.join(told)}{more}; "
+        f"answers are joined on custom_id, so give every line its own"
+    )
