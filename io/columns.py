@@ -14,7 +14,7 @@ whole arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -117,6 +117,20 @@ def entry_bytes(table: Table) -> Index:
     for path, column in table.values.items():
         total += np.diff(table.offsets[RAGGED[path][0]]) * column.itemsize
     return total
+
+
+def cuts_by_bytes(ends: Index, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges (start, stop) of rows of about `block_bytes`, each at least one row long.
+
+    ends int64 [rows + 1]: bytes before each row, and all bytes last.
+    """
+    rows = len(ends) - 1
+    start = 0
+    while start < rows:
+        stop = int(np.searchsorted(ends, ends[start] + block_bytes, side="right")) - 1
+        stop = min(max(stop, start + 1), rows)
+        yield start, stop
+        start = stop
 
 
 def concatenate(tables: Sequence[Table]) -> Table:

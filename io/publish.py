@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from bgmpi.io.columns import (
     Index,
     Table,
     concatenate,
+    cuts_by_bytes,
     empty,
     entry_bytes,
 )
@@ -90,7 +91,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """All answers in output order: segment, entry inside it and bytes [k]; first_sample [rows + 1] cuts them in rows."""
+    """All answers in output order: segment, entry in it, bytes [k]; first_sample [rows + 1] cuts them in rows."""
 
     segments: list[Segment]
     segment: Index
@@ -112,10 +113,10 @@ def publish(
     """Publish the answers of all segments of `folder` as `output`, replacing it only when all is written.
 
     samples_per_row int32 [n_rows]: sequences of each row (0 or 1 for a row refused while reading); prompts_per_row
-    int32 [n_rows]: how many prompts these samples share, 1 when None.  Raise InternalError naming rows that are missing or
-    there twice (law 5), WriteError when `output` cannot be written.
+    int32 [n_rows]: how many prompts these samples share, 1 when None.  Raise InternalError naming rows that are
+    missing or there twice (law 5), WriteError when `output` cannot be written.
     """
-    output = Path(output)
+    output = Path(os.path.realpath(output))  # a link to scratch space stays a link
     prompts = np.ones(n_rows, np.int32) if prompts_per_row is None else np.asarray(prompts_per_row, np.int32)
     if len(samples_per_row) != n_rows or len(prompts) != n_rows:
         raise InternalError(f"{n_rows} rows, but {len(samples_per_row)} sample counts and {len(prompts)} prompt counts")
@@ -214,7 +215,8 @@ def _write(
             writer.append_fixed("rows/first_sample", order.first_sample)
             writer.append_fixed("rows/prompts", np.clip(prompts, 1, np.diff(order.first_sample)).astype(np.int32))
             done = 0
-            for start, stop in _blocks(order, block_bytes):
+            ends = np.concatenate([[0], np.cumsum(order.bytes)])[order.first_sample]
+            for start, stop in cuts_by_bytes(ends, block_bytes):
                 done += _write_block(writer, order, start, stop)
                 sink.check()
             writer.finish()
@@ -255,18 +257,6 @@ def _write_provenance(file: h5py.File, provenance: Provenance, n_rows: int) -> N
         data = np.frombuffer(text.encode(), np.uint8)
         dataset = file.create_dataset(f"provenance/{name}", data=data, **_storage(data.dtype, len(data)))
         dataset.attrs["encoding"] = "utf-8"
-
-
-def _blocks(order: _Order, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows whose answers take about `block_bytes`, at least one row each."""
-    n_rows = len(order.first_sample) - 1
-    ends = np.concatenate([[0], np.cumsum(order.bytes)])[order.first_sample]
-    start = 0
-    while start < n_rows:
-        stop = int(np.searchsorted(ends, ends[start] + block_bytes, side="right")) - 1
-        stop = min(max(stop, start + 1), n_rows)
-        yield start, stop
-        start = stop
 
 
 def _gather(order: _Order, start: int, stop: int) -> Table:
