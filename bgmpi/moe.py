@@ -63,7 +63,7 @@ class Router:
     def _best_groups(self, worth: torch.Tensor) -> torch.Tensor:
         """Put the experts outside the best groups out of reach."""
         moe = self.moe
-        grouped = worth.view(len(worth), moe.groups, -1)  # [T, groups, E / groups]
+        grouped = worth.view(len(worth), moe.groups, moe.experts // moe.groups)  # [T, groups, E / groups]
         if moe.group_score is GroupScore.BEST_TWO:
             group_worth = grouped.topk(min(2, grouped.shape[2]), dim=-1)[0].sum(-1)
         else:
