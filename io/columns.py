@@ -72,6 +72,12 @@ RAGGED: dict[str, tuple[str, np.dtype[Any]]] = {
 
 OFFSETS: tuple[str, ...] = tuple(dict.fromkeys(offsets for offsets, _ in RAGGED.values()))
 
+DTYPES: dict[str, np.dtype[Any]] = {
+    **FIXED,
+    **dict.fromkeys(OFFSETS, np.dtype(np.int64)),
+    **{path: dtype for path, (_, dtype) in RAGGED.items()},
+}
+
 #: times are kept to the microsecond (2**-20 s), so that their empty low bits compress.
 TIME_STEP = 2.0**-20
 

@@ -28,7 +28,6 @@ from bgmpi.io.results import inspect, open_results
 from bgmpi.io.segments import parts_folder
 from bgmpi.request import Answer, Finish, Logprobs
 
-
 # --- roundtrip ----------------------------------------------------------------------------------------------------
 
 
@@ -69,7 +68,7 @@ def _jobs(draw: st.DrawFn) -> tuple[list[int], list[Answer]]:
     return samples, draw(st.permutations(answers))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(job=_jobs(), ranks=st.integers(1, 4), block_bytes=st.sampled_from([1, 500, 1 << 20]))
 def test_every_answer_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, job: tuple[list[int], list[Answer]], ranks: int, block_bytes: int
@@ -248,7 +247,9 @@ def test_a_long_attribute_is_refused_with_advice(tmp_path: Path) -> None:
     with pytest.raises(InternalError, match="'config' has 70000 characters; pass it among the documents"):
         publish(tmp_path, tmp_path / "r.h5", long, 0, np.empty(0, np.int32))
     assert not list(tmp_path.iterdir())
-    publish(tmp_path, tmp_path / "r.h5", Provenance("m", "0", documents={"config": "x" * 70_000}), 0, np.empty(0, np.int32))
+    publish(
+        tmp_path, tmp_path / "r.h5", Provenance("m", "0", documents={"config": "x" * 70_000}), 0, np.empty(0, np.int32)
+    )
     with open_results(tmp_path / "r.h5") as results:
         assert len(results.document("config")) == 70_000
 
