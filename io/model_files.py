@@ -243,7 +243,8 @@ def check_files(arch: Architecture, files: ModelFiles) -> None:
     problems = _problems({"missing": missing, "unused": unused, "of another shape": wrong})
     if problems:
         raise InputError(f"{files.folder}: the weights do not fit config.json ({arch.family}): {problems}")
-    files.notes += [f"{files.folder}: {len(names)} tensors not used: {why}" for why, names in ignored.items()]
+    notes = [f"{files.folder}: {len(names)} tensors not used: {why}" for why, names in ignored.items()]
+    files.notes += [note for note in notes if note not in files.notes]
 
 
 def _problems(kinds: Mapping[str, list[str]], most: int = 8) -> str:
