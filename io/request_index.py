@@ -156,7 +156,7 @@ def _scan(file: BufferedReader, columns: _Growing, digest: Any, max_line_bytes: 
 def _open(path: Path) -> BufferedReader:
     """Open a regular file of text for reading, or say why not."""
     try:
-        file = BufferedReader(FileIO(path), _PIECE)
+        file: BufferedReader = BufferedReader(FileIO(path), _PIECE)
     except FileNotFoundError as error:
         raise MissingError(f"input file {path}: no such file") from error
     except IsADirectoryError as error:

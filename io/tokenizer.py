@@ -5,9 +5,10 @@ and it needs no Python class per family.  Other vocabularies (tokenizer.model, t
 transformers when it is installed; the result is again a `tokenizers` object, so one path serves all.  Python code
 that lies in a checkpoint folder is never run.
 
-It follows transformers where users compare: `add_bos_token` / `add_eos_token` in tokenizer_config.json overrule the
-post-processor, a rendered chat gets no further BOS, ids without a token decode to nothing.  Padding and truncation
-that a tokenizer.json may carry are switched off: they would be hidden caps.
+It follows transformers where users compare: tokenizer.json says what stands around a text, a rendered chat gets no
+further BOS, ids without a token decode to nothing.  One thing is added: where tokenizer_config.json has `add_bos_token`
+true and tokenizer.json writes none (DeepSeek), the BOS is put there, for the model was trained with it.  Padding and
+truncation that a tokenizer.json may carry are switched off: they would be hidden caps.
 
 It knows nothing of requests or models; the ids of end-of-sequence in config.json come from the caller.
 """
@@ -59,24 +60,15 @@ class Tokenizer:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._ids = np.unique(np.fromiter(backend.get_vocab(with_added_tokens=True).values(), np.int64))
         self.size = int(self._ids[-1]) + 1 if len(self._ids) else 0
-        own = self._id_of("eos_token")
-        self.eos_ids = tuple(sorted({*config_eos, *(own if own is not None else ())}))
-        self._around = self._forced_ends(settings)
+        eos = self._id_of("eos_token")
+        self.eos_ids = tuple(sorted({*config_eos, *(() if eos is None else (eos,))}))
+        self._bos = self._id_of("bos_token") if settings.get("add_bos_token") else None
         self._template = chat_template
         self.hash = hash
         self._bytes: dict[int, bytes] = {}
 
-    def _id_of(self, name: str) -> tuple[int] | None:
-        id = self._backend.token_to_id(self.named[name]) if name in self.named else None
-        return None if id is None else (id,)
-
-    def _forced_ends(self, settings: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the ids that tokenizer_config.json puts before and after a text, None when it is silent."""
-        if "add_bos_token" not in settings and "add_eos_token" not in settings:
-            return None
-        before = self._id_of("bos_token") if settings.get("add_bos_token") else ()
-        after = self._id_of("eos_token") if settings.get("add_eos_token") else ()
-        return before or (), after or ()
+    def _id_of(self, name: str) -> int | None:
+        return self._backend.token_to_id(self.named[name]) if name in self.named else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -116,11 +108,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> NDArray[np.int32]:
         """Return the ids of `text`, int32 [tokens], with the BOS the tokenizer asks for if `add_special`."""
-        if add_special and self._around is not None:
-            before, after = self._around
-            ids = [*before, *self._backend.encode(text, add_special_tokens=False).ids, *after]
-        else:
-            ids = self._backend.encode(text, add_special_tokens=add_special).ids
+        ids = self._backend.encode(text, add_special_tokens=add_special).ids
+        if add_special and self._bos is not None and ids[:1] != [self._bos]:
+            ids = [self._bos, *ids]
         return np.array(ids, np.int32)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]], skip_special: bool = True) -> str:
