@@ -138,12 +138,19 @@ class _Bodies:
         return {"index": answer.sample, "message": message, "logprobs": logprobs, **self._ending(answer)}
 
     def _completion_choice(self, answer: Answer) -> Json:
-        logprobs = None if answer.logprobs is None else self._completion_logprobs(answer.tokens, answer.logprobs)
-        return {"index": answer.sample, "text": answer.text, "logprobs": logprobs, **self._ending(answer)}
+        logprobs, echoed = None, False
+        if answer.logprobs is not None:
+            parts = [(answer.tokens, answer.logprobs)]
+            echoed = answer.prompt_logprobs is not None and len(answer.prompt) > 0
+            if echoed and answer.prompt_logprobs is not None:
+                parts.insert(0, (answer.prompt, answer.prompt_logprobs))
+            logprobs = self._completion_logprobs(parts)
+        ending = self._ending(answer, prompt=not echoed)
+        return {"index": answer.sample, "text": answer.text, "logprobs": logprobs, **ending}
 
-    def _ending(self, answer: Answer) -> Json:
+    def _ending(self, answer: Answer, *, prompt: bool = True) -> Json:
         ending: Json = {"finish_reason": answer.finish.name.lower(), "stop_reason": answer.stop_reason}
-        if answer.prompt_logprobs is not None:
+        if prompt and answer.prompt_logprobs is not None:
             ending["prompt_logprobs"] = self._prompt_logprobs(answer.prompt, answer.prompt_logprobs)
         return ending
 
@@ -164,22 +171,34 @@ class _Bodies:
         text, raw, _ = self._texts(token)
         return {"token": text, "logprob": finite(value), "bytes": raw}
 
-    def _completion_logprobs(self, tokens: NDArray[np.int32], logprobs: Logprobs) -> Json:
-        """Return the four parallel lists of the completions dialect; the chosen token is among the top ones."""
-        ids, chosen = tokens.tolist(), [finite(value) for value in logprobs.chosen.tolist()]
-        names = [self._texts(token)[2] for token in ids]
-        offsets, place = [], 0
-        for token in ids:
-            offsets.append(place)
-            place += len(self._texts(token)[0])
-        top: list[Json] = []
-        for name, value, row, values in zip(
-            names, chosen, logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True
-        ):
-            best = {self._texts(one)[2]: finite(at) for one, at in zip(row, values, strict=True) if one >= 0}
-            best.setdefault(name, value)
-            top.append(best)
-        return {"tokens": names, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+    def _completion_logprobs(self, parts: list[tuple[NDArray[np.int32], Logprobs]]) -> Json:
+        """Return the four parallel lists of the completions dialect; the chosen token is among the top ones.
+
+        `parts` are the answer's tokens, before them the prompt's when it is echoed.
+        """
+        tokens: list[str] = []
+        chosen: list[float | None] = []
+        top: list[Json | None] = []
+        offsets: list[int] = []
+        place = 0
+        for ids, logprobs in parts:
+            best = zip(logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True)
+            for token, value, (ones, values) in zip(ids.tolist(), logprobs.chosen.tolist(), best, strict=True):
+                text, _, name = self._texts(token)
+                tokens.append(name)
+                chosen.append(finite(value))
+                top.append(None if math.isnan(value) else self._best(name, value, ones, values))
+                offsets.append(place)
+                place += len(text)
+        return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+
+    def _best(self, name: str, value: float, ids: list[int], values: list[float]) -> Json:
+        best: Json = {}
+        for one, at in zip(ids, values, strict=True):
+            if one >= 0:
+                best.setdefault(self._texts(one)[2], finite(at))
+        best.setdefault(name, finite(value))
+        return best
 
     def _prompt_logprobs(self, prompt: NDArray[np.int32], logprobs: Logprobs) -> list[Json | None]:
         """Return one object per prompt token, by token id, null for the first (the dialect of vLLM)."""

@@ -190,6 +190,28 @@ def test_prompt_log_probabilities_begin_with_null(tmp_path: Path) -> None:
     assert third["5"]["logprob"] == -3.0 and third["3"]["rank"] == 1
 
 
+def test_an_echoed_prompt_comes_first_in_the_completions_lists(tmp_path: Path) -> None:
+    before = Logprobs(
+        np.array([math.nan, -0.5], np.float32),
+        np.array([[-1], [2]], np.int32),
+        np.array([[math.nan], [-0.5]], np.float32),
+    )
+    after = Logprobs(np.array([-0.25], np.float32), np.array([[3]], np.int32), np.array([[-0.25]], np.float32))
+    ids = np.array([1, 2], np.int32), np.array([3], np.int32)
+    one = answer(
+        0, url=COMPLETIONS, prompt=ids[0], tokens=ids[1], text="Hello wörld", prompt_logprobs=before, logprobs=after
+    )
+    good, _ = _export(tmp_path, [one], [1], NAMES.__getitem__)
+    choice = good[0]["response"]["body"]["choices"][0]
+    assert choice["text"] == "Hello wörld" and "prompt_logprobs" not in choice
+    assert choice["logprobs"] == {
+        "tokens": ["He", "llo", " wörld"],
+        "token_logprobs": [None, -0.5, -0.25],
+        "top_logprobs": [None, {"llo": -0.5}, {" wörld": -0.25}],
+        "text_offset": [0, 2, 5],
+    }
+
+
 def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("older\n")
     with pytest.raises(MissingError):
