@@ -1,4 +1,4 @@
-"""The CPU behind the seam: torch for large products, compiled kernels for what torch has no word for.
+"""The CPU behind the seam: oneDNN for large products, compiled kernels for what torch has no word for.
 
 One object a rank.  It settles the process's threads and owns nothing else: weights live in the prepared objects it
 hands out, pages and hidden rows belong to the caller.  Copies complete at once, so every receipt is already done.
@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
-from bgmpi.kernels import reference
+from bgmpi.errors import InternalError
+from bgmpi.kernels import cpu_attention, cpu_kernels, cpu_layers
 from bgmpi.kernels.backend import Collective, Exchanged, Experts, Linear
+from bgmpi.kernels.cpu_attention import CpuPlan
+from bgmpi.kernels.cpu_layers import ALONE, KIND
+from bgmpi.kernels.team import Team, bits
 
 
 class Done:
@@ -27,48 +30,6 @@ class Done:
 
     def wait(self) -> None:
         """Return once the copy has ended.  Local."""
-
-
-class CpuLinear:
-    """x [T, K] -> [T, N]."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K] -> x @ weight.T + bias, [T, N], in x's dtype."""
-        return functional.linear(x, self.weight, self.bias)
-
-
-class CpuExperts:
-    """The experts of this rank."""
-
-    def __init__(self, gate_up: list[torch.Tensor], down: list[torch.Tensor]) -> None:
-        self.gate_up = gate_up
-        self.down = down
-
-    def __call__(self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Run each token through its local experts and sum in ascending expert order -> [T, D]."""
-        return reference.experts(x, expert, weight, self.gate_up, self.down)
-
-
-class CpuPlan:
-    """One micro-batch: offsets, page numbers, and the place of every new token."""
-
-    def __init__(
-        self, first: NDArray[np.int32], kv_before: NDArray[np.int32], pages: NDArray[np.int32], page_tokens: int
-    ) -> None:
-        self.first = first
-        self.kv_before = kv_before
-        self.pages = pages
-        self.tokens = int(first[-1])
-        self.sequences = len(kv_before)
-        count = np.diff(first)
-        sequence = np.repeat(np.arange(self.sequences), count)
-        position = np.arange(self.tokens) - np.repeat(first[:-1], count) + np.repeat(kv_before, count)
-        self.page = torch.from_numpy(pages[sequence, position // page_tokens].astype(np.int64))
-        self.slot = torch.from_numpy((position % page_tokens).astype(np.int64))
 
 
 @dataclass(slots=True)
@@ -91,9 +52,10 @@ class CpuBackend:
 
     def __init__(self, collective: Collective | None, threads: int) -> None:
         self.device = torch.device("cpu")
-        self.collective = collective
         self.threads = threads
+        self._collective = collective if collective is not None and collective.size > 1 else None
         torch.set_num_threads(threads)
+        self._team = Team(threads)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised device memory."""
@@ -101,35 +63,46 @@ class CpuBackend:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Done:
         """Copy `source` into `target` (same shape and dtype); complete on return."""
+        if target.shape != source.shape or target.dtype != source.dtype:
+            raise InternalError(
+                f"copy: target is {target.dtype} {tuple(target.shape)}, source is {source.dtype} {tuple(source.shape)}; "
+                "both must be the same"
+            )
         target.copy_(source)
         return Done()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Prepare weight [N, K] and bias [N]."""
-        return CpuLinear(weight, bias)
+        """Prepare weight [N, K] and bias [N]; bfloat16 is re-laid, other numbers stay where they are."""
+        if cpu_layers.can_pack(weight.dtype):
+            return cpu_layers.PackedLinear(weight, bias)
+        return cpu_layers.PlainLinear(self._team, weight, bias)
 
     def experts(self, gate_up: list[torch.Tensor], down: list[torch.Tensor]) -> Experts:
         """Prepare E experts: gate_up [2 * I, D] each (gate rows first), down [D, I] each; activation SiLU."""
-        return CpuExperts(gate_up, down)
+        return cpu_layers.CpuExperts(self._team, gate_up, down)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., D] -> normalised in float32, scaled, in x's dtype."""
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * scaled.to(x.dtype)
+        x = x.contiguous()
+        result = torch.empty_like(x)
+        width, numbers = x.shape[-1], x.numel()
+        run = self._team.run if numbers > ALONE else self._team.run_alone
+        run(cpu_kernels.rms_norm, x.data_ptr(), weight.data_ptr(), result.data_ptr(), numbers // width, width,
+            KIND[x.dtype], x.element_size(), bits(eps), KIND[weight.dtype])
+        return result
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [T, 2 * I] -> silu(gate) * up, [T, I]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        return cpu_layers.silu_mul(self._team, gate_up)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate x [T, heads, W] in place in its first 2 * r columns and return it; cos, sin float32 [T, r]."""
-        half = cos.shape[-1]
-        c, s = cos[:, None, :], sin[:, None, :]
-        low, high = x[..., :half].float(), x[..., half : 2 * half].float()
-        x[..., :half] = (low * c - high * s).to(x.dtype)
-        x[..., half : 2 * half] = (high * c + low * s).to(x.dtype)
+        if x.stride(2) != 1:
+            raise InternalError(f"rotate: x {tuple(x.shape)} has strides {x.stride()}; its last must be 1")
+        cos, sin, size = cos.contiguous(), sin.contiguous(), x.element_size()
+        run = self._team.run if x.numel() > ALONE else self._team.run_alone
+        run(cpu_kernels.rotate, x.data_ptr(), x.stride(0) * size, x.stride(1) * size, cos.data_ptr(), sin.data_ptr(),
+            x.shape[0], x.shape[1], cos.shape[1], KIND[x.dtype], size)
         return x
 
     def plan_attention(
@@ -140,36 +113,66 @@ class CpuBackend:
 
     def append(self, key: torch.Tensor, value: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan) -> None:
         """Write key, value [T, G, W] of the new tokens into their places."""
-        layer_pages[plan.page, 0, :, plan.slot] = key
-        layer_pages[plan.page, 1, :, plan.slot] = value
+        _, _, groups, page_tokens, width = layer_pages.shape
+        step = page_tokens * width * layer_pages.element_size()
+        cpu_attention.append_rows(self._team, key, layer_pages, 0, step, plan)
+        cpu_attention.append_rows(self._team, value, layer_pages, groups * step, step, plan)
 
     def append_latent(self, latent: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan) -> None:
         """Write latent [T, L] of the new tokens into their places."""
-        layer_pages[plan.page, plan.slot] = latent
+        cpu_attention.append_rows(self._team, latent[:, None], layer_pages, 0, 0, plan)
 
     def attend(
         self, query: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan, scale: float, window: int
     ) -> torch.Tensor:
         """Causal attention of query [T, H, W] over each sequence's pages -> [T, H, W]."""
-        return reference.attend(query, layer_pages, plan.first, plan.kv_before, plan.pages, scale, window)
+        tokens, heads, width = query.shape
+        if query.stride(2) != 1 or query.stride(1) != width:
+            query = query.contiguous()
+        result = torch.empty(tokens, heads, width, dtype=query.dtype)
+        places = cpu_attention.grouped_places(layer_pages, heads)
+        cpu_attention.attend_rows(self._team, query, layer_pages, plan, places, scale, window, result)
+        for chunk in plan.chunks:
+            seen = chunk.before + chunk.end - chunk.begin
+            low = cpu_attention.first_page(chunk, plan.page_tokens, window)
+            numbers = chunk.pages[low : -(-seen // plan.page_tokens)]
+            held = layer_pages.index_select(0, numbers).permute(1, 2, 0, 3, 4)  # [2, G, pages, page_tokens, W]
+            begin = low * plan.page_tokens
+            key, value = held.reshape(2, held.shape[1], -1, width)[:, :, : seen - begin]
+            result[chunk.begin : chunk.end] = cpu_attention.attend_chunk(
+                query[chunk.begin : chunk.end], (key, value), plan, chunk, begin, scale, window
+            )
+        return result
 
     def attend_latent(
         self, query: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan, scale: float, value_width: int
     ) -> torch.Tensor:
         """Causal attention of query [T, H, L] over latent pages -> [T, H, value_width]."""
-        return reference.attend_latent(
-            query, layer_pages, plan.first, plan.kv_before, plan.pages, scale, value_width
-        )
+        tokens, heads, width = query.shape
+        if query.stride(2) != 1 or query.stride(1) != width:
+            query = query.contiguous()
+        result = torch.empty(tokens, heads, value_width, dtype=query.dtype)
+        places = cpu_attention.latent_places(layer_pages, heads, value_width)
+        cpu_attention.attend_rows(self._team, query, layer_pages, plan, places, scale, 0, result)
+        for chunk in plan.chunks:
+            seen = chunk.before + chunk.end - chunk.begin
+            held = layer_pages.index_select(0, chunk.pages[: -(-seen // plan.page_tokens)])
+            latent = held.view(1, -1, width)[:, :seen]  # [1, n, L]
+            answer = cpu_attention.attend_chunk(
+                query[chunk.begin : chunk.end], (latent, latent), plan, chunk, 0, scale, 0
+            )
+            result[chunk.begin : chunk.end] = answer[..., :value_width]
+        return result
 
     def exchange(
         self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, owner: torch.Tensor, local: torch.Tensor
     ) -> CpuExchanged:
         """Collective over the expert ranks, also with T = 0 (see Backend.exchange)."""
         nothing = np.zeros(0, np.int64)
-        if self.collective is None or self.collective.size == 1:
+        if self._collective is None:
             here = local[expert.long()]
             return CpuExchanged(x, here, weight, len(x), torch.empty(0, dtype=torch.int64), nothing, nothing)
-        return self._send(self.collective, x, expert, weight, owner, local)
+        return self._send(self._collective, x, expert, weight, owner, local)
 
     def _send(
         self, collective: Collective, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor,
@@ -201,11 +204,11 @@ class CpuBackend:
     def give_back(self, exchanged: Exchanged, y: torch.Tensor) -> torch.Tensor:
         """Collective over the expert ranks.  Send y [N, D] back -> [T, D], parts summed in rank order in float32."""
         assert isinstance(exchanged, CpuExchanged), "give_back takes what exchange of the same backend returned"
-        if self.collective is None or self.collective.size == 1:
+        if self._collective is None:
             return y
         size = y.shape[1] * y.element_size()
         parts = torch.empty(len(exchanged.sent), y.shape[1], dtype=y.dtype)
-        self.collective.all_to_all_bytes(
+        self._collective.all_to_all_bytes(
             y.contiguous().view(torch.uint8).view(-1).numpy(), exchanged.received_counts * size,
             parts.view(torch.uint8).view(-1).numpy(), exchanged.sent_counts * size,
         )

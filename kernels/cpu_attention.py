@@ -1,0 +1,198 @@
+"""Attention over pages on the CPU: who reads which pages, and in which order.
+
+Sequences with a few new tokens (decode) are rows of one ragged kernel call: a task is one row, one block of heads that
+share keys, and at most `SPAN` cached tokens, so each page is read once for all its heads, long sequences spread over the
+threads, and the order of a sequence's sums depends on its own length alone.  Sequences with many new tokens (prefill)
+are products: their pages are laid out one behind the other and torch's fused attention does the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from bgmpi.kernels import cpu_kernels
+from bgmpi.kernels.cpu_layers import ALONE, KIND
+from bgmpi.kernels.team import Team, bits
+
+#: Sequences with at most so many new tokens go through the ragged kernel.
+FEW_NEW = 4
+#: Heads that share a latent row are computed in blocks of so many.
+LATENT_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """Tasks and joins of one ragged call, see `cpu_kernels.attend` and `join_parts`."""
+
+    tasks: NDArray[np.int64]
+    joins: NDArray[np.int64]
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The many new tokens of one sequence."""
+
+    begin: int
+    end: int
+    before: int
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where one layer keeps what one block of heads reads, in bytes (see words 4 - 9 of `cpu_kernels.attend`)."""
+
+    page_step: int
+    key_group_step: int
+    value_offset: int
+    value_group_step: int
+    row_step: int
+    key_width: int
+    value_width: int
+    block: int
+
+
+class CpuPlan:
+    """One micro-batch: offsets, page numbers, the place of every new token, and the tasks of its attention."""
+
+    def __init__(
+        self, first: NDArray[np.int32], kv_before: NDArray[np.int32], pages: NDArray[np.int32], page_tokens: int
+    ) -> None:
+        self.tokens = int(first[-1])
+        self.sequences = len(kv_before)
+        self.page_tokens = page_tokens
+        self.pages: NDArray[np.int32] = np.ascontiguousarray(pages, np.int32)
+        count = np.diff(first).astype(np.int64)
+        sequence = np.repeat(np.arange(self.sequences), count)
+        position = np.arange(self.tokens) + np.repeat(kv_before - first[:-1].astype(np.int64), count)
+        self.page: NDArray[np.int64] = self.pages[sequence, position // page_tokens].astype(np.int64)
+        self.slot: NDArray[np.int64] = position % page_tokens
+        self._token = np.flatnonzero((count <= FEW_NEW)[sequence])
+        self._sequence, self._seen = sequence[self._token], position[self._token] + 1
+        self.chunks = [
+            Chunk(int(first[s]), int(first[s + 1]), int(kv_before[s]), torch.from_numpy(self.pages[s].astype(np.int64)))
+            for s in np.flatnonzero(count > FEW_NEW)
+        ]
+        self._tasks: dict[tuple[int, int], Tasks] = {}
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def tasks(self, groups: int, window: int) -> Tasks:
+        """Return the tasks of the ragged rows for this many head blocks; computed once a micro-batch."""
+        kept = self._tasks.get((groups, window))
+        if kept is None:
+            kept = self._tasks[groups, window] = self._find_tasks(groups, window)
+        return kept
+
+    def mask(self, chunk: Chunk, begin: int, window: int) -> torch.Tensor:
+        """Say which cached tokens from `begin` on each new token sees: bool [t, n].  Computed once a micro-batch."""
+        kept = self._masks.get((chunk.begin, window))
+        if kept is None:
+            new = torch.arange(chunk.before, chunk.before + chunk.end - chunk.begin)[:, None]
+            cached = torch.arange(begin, chunk.before + chunk.end - chunk.begin)[None]
+            kept = cached <= new
+            if window > 0:
+                kept &= cached > new - window
+            self._masks[chunk.begin, window] = kept
+        return kept
+
+    def _find_tasks(self, groups: int, window: int) -> Tasks:
+        span, seen = cpu_kernels.SPAN, self._seen
+        begin = np.maximum(seen - window, 0) if window > 0 else np.zeros_like(seen)
+        spans = (seen - 1) // span - begin // span + 1  # [rows]
+        row = np.repeat(np.arange(len(seen)), spans)
+        ordinal = np.arange(len(row)) - np.repeat(np.cumsum(spans) - spans, spans)
+        bottom = (begin[row] // span + ordinal) * span
+        long = spans > 1
+        before = np.cumsum(np.where(long, spans, 0)) - np.where(long, spans, 0)  # parts of earlier rows, a group
+        row, ordinal, bottom = (np.repeat(array, groups) for array in (row, ordinal, bottom))
+        group = np.tile(np.arange(groups), len(row) // max(groups, 1))
+        part = np.where(long[row], (before[row]) * groups + group * spans[row] + ordinal, -1)
+        tasks = np.stack([
+            self._token[row], self._sequence[row], np.maximum(bottom, begin[row]),
+            np.minimum(bottom + span, seen[row]), group, part,
+        ], axis=1).astype(np.int64)
+        joined = np.repeat(np.flatnonzero(long), groups)
+        group = np.tile(np.arange(groups), int(long.sum()))
+        joins = np.stack([
+            self._token[joined], group, before[joined] * groups + group * spans[joined], spans[joined]
+        ], axis=1).astype(np.int64)
+        return Tasks(np.ascontiguousarray(tasks), np.ascontiguousarray(joins), int(spans[long].sum()) * groups)
+
+
+def grouped_places(layer_pages: torch.Tensor, heads: int) -> Places:
+    """Describe pages [P, 2, G, page_tokens, W]."""
+    _, _, groups, page_tokens, width = layer_pages.shape
+    row = width * layer_pages.element_size()
+    half = groups * page_tokens * row
+    return Places(layer_pages.stride(0) * layer_pages.element_size(), page_tokens * row, half, page_tokens * row, row,
+                  width, width, heads // groups)
+
+
+def latent_places(layer_pages: torch.Tensor, heads: int, value_width: int) -> Places:
+    """Describe pages [P, page_tokens, L]."""
+    width = layer_pages.shape[2]
+    row = width * layer_pages.element_size()
+    return Places(layer_pages.stride(0) * layer_pages.element_size(), 0, 0, 0, row, width, value_width,
+                  min(heads, LATENT_BLOCK))
+
+
+def attend_rows(
+    team: Team, query: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan, places: Places, scale: float,
+    window: int, result: torch.Tensor,
+) -> None:
+    """Fill the rows of sequences with few new tokens in result [T, H, value width]."""
+    heads, kind, size = query.shape[1], KIND[query.dtype], query.element_size()
+    work = plan.tasks(-(-heads // places.block), window)
+    count = len(work.tasks)
+    if count == 0:
+        return
+    parts = torch.empty(work.parts * places.block * (places.value_width + 2))
+    team.run(
+        cpu_kernels.attend, query.data_ptr(), query.stride(0) * size, result.data_ptr(), layer_pages.data_ptr(),
+        places.page_step, places.key_group_step, places.value_offset, places.value_group_step, places.row_step,
+        plan.pages.ctypes.data, plan.pages.shape[1], plan.page_tokens, work.tasks.ctypes.data, count,
+        places.key_width, places.value_width, kind, size, bits(scale), heads, places.block, parts.data_ptr(),
+    )
+    if work.parts:
+        team.run(cpu_kernels.join_parts, parts.data_ptr(), work.joins.ctypes.data, len(work.joins), result.data_ptr(),
+                 places.value_width, kind, size, heads, places.block)
+
+
+def attend_chunk(
+    query: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor], plan: CpuPlan, chunk: Chunk, begin: int,
+    scale: float, window: int,
+) -> torch.Tensor:
+    """Attend query [t, H, W] to keys and values [G, n, W], which begin at cached token `begin` -> [t, H, W]."""
+    key, value = (part[None].repeat_interleave(query.shape[1] // part.shape[0], 1) for part in cached)
+    whole = begin == 0 and chunk.before == 0 and not 0 < window < len(query)
+    rows = query.transpose(0, 1)[None]
+    if whole:
+        answer = functional.scaled_dot_product_attention(rows, key, value, is_causal=True, scale=scale)
+    else:
+        mask = plan.mask(chunk, begin, window)
+        answer = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return answer[0].transpose(0, 1)
+
+
+def first_page(chunk: Chunk, page_tokens: int, window: int) -> int:
+    """Return the ordinal of the first page that any new token of the chunk sees."""
+    return max(0, chunk.before + 1 - window) // page_tokens if window > 0 else 0
+
+
+def append_rows(team: Team, source: torch.Tensor, pages: torch.Tensor, offset: int, group_step: int, plan: CpuPlan) -> None:
+    """Write source [T, G, W] into its places `offset` bytes into each page."""
+    if source.stride(-1) != 1:
+        source = source.contiguous()
+    size = source.element_size()
+    tokens, groups, width = source.shape
+    run: Any = team.run if source.numel() > ALONE else team.run_alone
+    run(cpu_kernels.append, source.data_ptr(), source.stride(0) * size, source.stride(1) * size,
+        pages.data_ptr() + offset, pages.stride(0) * size, group_step, width * size, plan.page.ctypes.data,
+        plan.slot.ctypes.data, tokens, groups)
