@@ -12,11 +12,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from results_for_tests import answer, error, logprobs
 
 from bgmpi.errors import InternalError
 from bgmpi.io.journal import read_journal
 from bgmpi.io.segments import Segment, SegmentWriter, finished, parts_folder
+from results_for_tests import answer, error, logprobs
 
 WRITER = """
 import sys
@@ -149,7 +149,9 @@ def test_a_kill_at_any_instant_loses_no_journalled_row(tmp_path: Path, delay: fl
         told = int(writer.stdout.readline())  # at least one segment is there
         time.sleep(delay)
         writer.send_signal(signal.SIGKILL)
-        told = max([told, *(int(line) for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n"))])
+        told = max(
+            [told, *(int(line) for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n"))]
+        )
     left = finished(tmp_path)
     assert left.journal.damaged == ()
     assert sorted(left.row.tolist()) == list(range(len(left.row)))
