@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-
 from launch import LaunchHung, launch, mpiexec, on_ranks, python_on_ranks
 
 

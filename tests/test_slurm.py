@@ -17,7 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
 from launch import Ended, bgmpi, launch
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
