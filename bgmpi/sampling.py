@@ -26,7 +26,7 @@ from bgmpi.keyed_random import uniforms
 from bgmpi.logit_edits import LogitEdits
 from bgmpi.request import Sampling
 from bgmpi.slot_rows import SlotRows
-from bgmpi.token_choice import draw_from_all, draw_from_leading, first_maximum, leading, log_mass, whole_lanes
+from bgmpi.token_choice import draw_from_all, draw_from_leading, first_maximum, leading, mass_of, whole_lanes
 
 GREEDY_BELOW = 1e-5
 _ONE_64 = (1 << 64) - 1
@@ -235,12 +235,12 @@ class Sampler:
             owner = slots[rows]
             # The maximum goes first, so that no small temperature overflows.
             scores = whole_lanes(live, at).sub_(largest[at, None]).div_(self._to(self._temperature[owner])[:, None])
-            number = self._to(uniform[rows])
+            number = uniform[rows]
             if filtered:
-                filters_of = (self._to(wish[owner]) for wish in (self._min_p, self._top_k, self._top_p))
-                choice[at] = draw_from_leading(scores, number, *filters_of)
+                asked = self._min_p[owner], self._top_k[owner], self._top_p[owner]
+                choice[at] = self._to(draw_from_leading(scores, number, *asked))
             else:
-                choice[at] = draw_from_all(scores, number)
+                choice[at] = draw_from_all(scores, self._to(number))
 
     def prompt_logprobs(
         self, logits: torch.Tensor, targets: NDArray[np.int32], k: int
@@ -260,7 +260,7 @@ class Sampler:
         """Return the log-probabilities of rows int64 [n] of logits [*, vocab], float32 [n, W]."""
         scores = whole_lanes(logits, self._to(rows))
         scores.sub_(scores.amax(1, keepdim=True))
-        return scores.sub_(log_mass(scores).float()[:, None])
+        return scores.sub_(mass_of(scores).log().float()[:, None])
 
     def _at(self, logprobs: torch.Tensor, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the log-probabilities float32 [n] of tokens int32 [n] in logprobs [n, W]."""
@@ -279,11 +279,10 @@ class Sampler:
             return top_ids, top
         if self._drawable < self._vocab:
             logprobs = whole_lanes(logprobs[:, : self._drawable], torch.arange(count, device=self._device))
-        wanted = torch.full((count,), k, device=self._device)
-        values, ids = leading(logprobs, wanted, logprobs.new_full((count,), float("-inf")))
+        values, ids = leading(logprobs, np.full(count, k), np.full(count, -np.inf, np.float32))
         found = min(k, values.shape[1])
-        top_ids[:, :found] = ids[:, :found].cpu().numpy()
-        top[:, :found] = values[:, :found].cpu().numpy()
+        top_ids[:, :found] = ids[:, :found]
+        top[:, :found] = values[:, :found]
         top[top_ids < 0] = np.nan
         return top_ids, top
 

@@ -5,15 +5,17 @@ Every function works on all its rows at once, and no row's result depends on the
 
 The vocabulary is cut into lanes of LANE ids.  One cheap pass gives each lane's maximum or sum, and only the few lanes
 that matter are looked at again.  So the largest token, the k largest and the inverse of the cumulative distribution all
-cost about one pass.  Rejected: sorting the vocabulary (a hundred times dearer on a CPU), and Gumbel noise per token id
-(a vocabulary of random numbers per token).
+cost about one pass; the few candidates of a filter are ranked on the host.  Rejected: sorting the vocabulary (a hundred
+times dearer on a CPU), and Gumbel noise per token id (a vocabulary of random numbers per token).
 
 Knows nothing of slots, sequences or requests.  Legend: R rows, V ids, W = V rounded up to whole lanes, L = W / LANE.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 LANE = 64
 _NEVER = float("-inf")
@@ -49,41 +51,56 @@ def whole_lanes(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def leading(scores: torch.Tensor, count: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def leading(
+    scores: torch.Tensor, count: NDArray[np.int64], least: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the largest scores of each row in descending order, equal ones in order of id.
 
-    scores [R, W].  least float32 [R]: only scores from here on are wanted.  count int64 [R]: of these only so many, 0
-    for all; a row may get more than it asked for, never less, and always all of equal scores.  -> scores [R, C], ids
-    int64 [R, C], padded with minus infinity and -1; scores of minus infinity are left out.
+    scores float32 [R, W].  least [R]: only scores from here on are wanted.  count [R]: of these only so many, 0 for
+    all; a row may get more than it asked for, never less, and always all of equal scores.  -> scores [R, C], ids
+    [R, C], padded with minus infinity and -1; scores of minus infinity are left out.
     """
     lanes = _lanes(scores)
     tops = lanes.amax(2)
-    least = torch.maximum(least, _level_of(tops, count))
-    row, lane = (tops >= least[:, None]).nonzero(as_tuple=True)
+    level = torch.maximum(torch.from_numpy(least).to(scores.device), _level_of(tops, count))
+    row, lane = (tops >= level[:, None]).nonzero(as_tuple=True)
     found = lanes[row, lane]
-    entry, offset = ((found >= least[row, None]) & (found > _NEVER)).nonzero(as_tuple=True)
-    row = row[entry]
-    held = torch.bincount(row, minlength=len(scores))
-    column = torch.arange(len(row), device=row.device) - (held.cumsum(0) - held)[row]
-    shape = (len(scores), int(held.max()) if len(scores) else 0)
-    values = scores.new_full(shape, _NEVER)
-    values[row, column] = found[entry, offset]
-    ids = row.new_full(shape, -1)
-    ids[row, column] = lane[entry] * LANE + offset
-    values, order = values.sort(dim=1, descending=True, stable=True)
-    return values, ids.gather(1, order)
+    entry, offset = ((found >= level[row, None]) & (found > _NEVER)).nonzero(as_tuple=True)
+    ids = lane[entry] * LANE + offset
+    return _ranked(row[entry].cpu().numpy(), found[entry, offset].cpu().numpy(), ids.cpu().numpy(), len(scores))
 
 
-def _level_of(tops: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def _ranked(
+    rows: NDArray[np.int64], scores: NDArray[np.float32], ids: NDArray[np.int64], count: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Sort entries, rows ascending, into [count, C] by descending score, then id.
+
+    One integer holds both, the bits of the score turned so that integers order as numbers do (adding zero makes one of
+    the two zeros), because sorting integers in place is many times faster than sorting scores with their places.
+    """
+    bits = (scores + np.float32(0.0)).view(np.int32)
+    ranks = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64)
+    held = np.bincount(rows, minlength=count)
+    column = np.arange(len(rows)) - (np.cumsum(held) - held)[rows]
+    keys = np.full((count, held.max(initial=0)), np.iinfo(np.int64).max)
+    keys[rows, column] = (ranks << 32) | ids
+    keys.sort(axis=1)
+    beyond = np.arange(keys.shape[1]) >= held[:, None]
+    bits = (~(keys >> 32)).astype(np.int32)
+    values = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(np.float32)
+    return np.where(beyond, np.float32(_NEVER), values), np.where(beyond, -1, keys & 0xFFFFFFFF)
+
+
+def _level_of(tops: torch.Tensor, count: NDArray[np.int64]) -> torch.Tensor:
     """Return a level [R] that at least `count` scores reach: the count-th largest of the lanes' maxima tops [R, L];
     minus infinity where count is 0 or exceeds the lanes."""
-    lanes = tops.shape[1]
-    known = (count > 0) & (count <= lanes)
-    width = int(torch.where(known, count, 0).max()) if len(count) else 0
+    known = (count > 0) & (count <= tops.shape[1])
+    width = int(count.max(initial=0, where=known))
     if not width:
-        return torch.full_like(tops[:, 0], _NEVER)
-    level = tops.topk(width, dim=1).values.gather(1, (count - 1).clamp(0, width - 1)[:, None]).squeeze(1)
-    return torch.where(known, level, torch.full_like(level, _NEVER))
+        return tops.new_full((len(tops),), _NEVER)
+    place = torch.from_numpy(np.where(known, count - 1, 0)).to(tops.device)
+    level = tops.topk(width, dim=1).values.gather(1, place[:, None]).squeeze(1)
+    return level.masked_fill_(torch.from_numpy(~known).to(tops.device), _NEVER)
 
 
 def _lanes(scores: torch.Tensor) -> torch.Tensor:
@@ -110,34 +127,40 @@ def draw_from_all(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return lane.squeeze(1) * LANE + offset
 
 
-def log_mass(scores: torch.Tensor) -> torch.Tensor:
-    """Return log(sum(exp(score))) of each row, float64 [R]: scores float32 [R, W], largest about 0."""
-    return _lanes(scores.exp()).sum(2).double().sum(1).log()
+def mass_of(scores: torch.Tensor) -> torch.Tensor:
+    """Return the sum of exp(score) over each row, float64 [R]: scores float32 [R, W], largest about 0."""
+    return _lanes(scores.exp()).sum(2).double().sum(1)
 
 
 def draw_from_leading(
-    scores: torch.Tensor, uniform: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
+    scores: torch.Tensor,
+    uniform: NDArray[np.float64],
+    min_p: NDArray[np.float64],
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float64],
+) -> NDArray[np.int64]:
     """Draw one id per row from the scores that pass its filters, as `draw_from_all` does without any.
 
-    scores float32 [R, W], largest 0 in each row; uniform float64 [R].  All three filters hold, in this order: min_p
-    float64 [R], least share of the most likely id's probability, 0 is no limit; top_k int64 [R], how many ids, 0 is no
-    limit; top_p float64 [R] in (0, 1], the fewest of the remaining whose share reaches it, 1 is no limit -> int64 [R].
-    Equal scores rank by id, so exactly k remain and k = 1 is greedy.  Scores are laid out in descending order.
+    scores float32 [R, W], largest 0 in each row; uniform [R].  All three filters hold, in this order: min_p [R], least
+    share of the most likely id's probability, 0 is no limit; top_k [R], how many ids, 0 is no limit; top_p [R] in
+    (0, 1], the fewest of the remaining whose share reaches it, 1 is no limit -> [R].  Equal scores rank by id, so
+    exactly k remain and k = 1 is greedy.  Scores are laid out in descending order.
     """
     limited = (top_k > 0) | (min_p > 0)
-    least = min_p.log()
-    log_total = torch.zeros_like(top_p)
-    if not bool(limited.all()):
-        log_total = log_mass(scores)
-        # Ids below (1 - p) / W of the mass hold less than 1 - p of it together, so the others reach p.
-        tail = ((1.0 - top_p) / scores.shape[1]).log() + log_total - _SLACK
-        least = torch.where(limited, least, tail)
-    values, ids = leading(scores, top_k, least.float())
-    weights = values.double().exp_()
-    beyond = (torch.arange(values.shape[1], device=top_k.device) >= top_k[:, None]) & (top_k > 0)[:, None]
-    reach = weights.masked_fill_(beyond, 0.0).cumsum(1)
-    total = torch.where(limited, reach[:, -1], log_total.exp())
-    last = (reach < (top_p * total)[:, None]).sum(1, keepdim=True).clamp_(max=values.shape[1] - 1)
-    target = uniform[:, None] * reach.gather(1, last)
-    return ids.gather(1, (reach <= target).sum(1, keepdim=True)).squeeze(1)
+    total = np.ones(len(scores))
+    if not limited.all():
+        total = mass_of(scores).cpu().numpy()
+    # Ids below (1 - p) / W of the mass hold less than 1 - p of it together, so the others reach p.
+    share = np.where(limited, min_p, (1.0 - top_p) * total / scores.shape[1])
+    with np.errstate(divide="ignore"):
+        least = (np.log(share) - np.where(limited, 0.0, _SLACK)).astype(np.float32)
+    values, ids = leading(scores, top_k, least)
+    weights = np.exp(values.astype(np.float64))
+    weights[(np.arange(values.shape[1]) >= top_k[:, None]) & (top_k > 0)[:, None]] = 0.0
+    reach = weights.cumsum(axis=1)
+    total = np.where(limited, reach[:, -1], total)
+    last = np.minimum((reach < (top_p * total)[:, None]).sum(axis=1), values.shape[1] - 1)
+    rows = np.arange(len(reach))
+    place = (reach <= (uniform * reach[rows, last])[:, None]).sum(axis=1)
+    chosen: NDArray[np.int64] = ids[rows, place]
+    return chosen

@@ -192,9 +192,11 @@ def banned_in(identifier: str) -> bool:
 def test_names_are_in_the_words_of_the_design() -> None:
     faults = [f"{name}.py" for name in FILES if banned_in(Path(name).name)]
     for name, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and banned_in(node.name):
-                faults.append(f"{name}.py:{node.lineno} {node.name}")
+        faults.extend(
+            f"{name}.py:{node.lineno} {node.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and banned_in(node.name)
+        )
     tell(faults, "banned in names: worker, manager (but SequenceManager), util, helper, misc")
 
 
