@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+
 from bgmpi.architecture import Rope, RopeKind
 from bgmpi.attention import LatentAttention, Rotary, build_attention, rope_frequencies
 from bgmpi.families import read_architecture

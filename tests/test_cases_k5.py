@@ -7,12 +7,13 @@ import dataclasses
 import checkpoints
 import pytest
 import torch
+from paged_forward import logits_of, open_model, random_ids, reference_logits
+
 from bgmpi.architecture import GroupScore, Kind, Moe, Scoring
 from bgmpi.attention import rope_frequencies
 from bgmpi.errors import InputError
 from bgmpi.families import read_architecture
 from bgmpi.moe import Router
-from paged_forward import logits_of, open_model, random_ids, reference_logits
 
 TOLERANCE = 5e-5
 HIDDEN = 64

@@ -8,13 +8,14 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from paged_forward import logits_of, open_model, random_ids
+from safetensors.torch import load_file, save_file
+
 from bgmpi.errors import ExitCode, InputError, MissingError
 from bgmpi.families import read_architecture
 from bgmpi.io.model_files import INDEX, ModelFiles, check_files, open_model_files
 from bgmpi.kernels import open_backend
 from bgmpi.model import Model
-from paged_forward import logits_of, open_model, random_ids
-from safetensors.torch import load_file, save_file
 
 
 def shards_of(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from bgmpi.architecture import GroupScore, Kind, Rope, RopeKind, Scoring, split_experts
 from bgmpi.errors import ExitCode, InputError
 from bgmpi.families import FAMILIES, expected_tensors, ignored_tensor, read_architecture, tensor_name
@@ -183,7 +184,8 @@ def test_biases_follow_the_family_and_its_key():
         ({"model_type": "mistral", "sliding_window": None}, (0, 0, 0, 0)),
         ({"model_type": "mistral"}, (4096,) * 4),
         ({"model_type": "qwen2", "sliding_window": 8}, (0, 0, 0, 0)),
-        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (0, 0, 0, 8)),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
+         (0, 0, 0, 8)),
         ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True,
           "layer_types": ["sliding_attention", "full_attention"] * 2}, (8, 0, 8, 0)),
         (QWEN_MOE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}, (8, 0, 0, 0)),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import checkpoints
 import pytest
 import torch
-from bgmpi.io.model_files import ModelFiles, open_model_files
 from paged_forward import PagedRun, logits_of, open_model, random_ids, reference_logits
+
+from bgmpi.io.model_files import ModelFiles, open_model_files
 
 TOLERANCE = 5e-5
 BF16_GAP = 0.5

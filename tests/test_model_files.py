@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from bgmpi.errors import ExitCode, InputError, MissingError
 from bgmpi.families import read_architecture
 from bgmpi.io.model_files import check_files, open_model_files, unpack_blocks
-from safetensors.torch import save_file
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -152,10 +153,11 @@ def test_c53_blocks_are_unpacked_also_where_the_edge_cuts_them(shape):
 
 def test_c53_an_fp8_checkpoint_with_cut_blocks_equals_its_unpacked_twin_on_any_ranks(tmp_path):
     import checkpoints
-    from bgmpi.kernels import open_backend
-    from bgmpi.model import Model
     from paged_forward import logits_of, open_model, random_ids
     from safetensors.torch import load_file
+
+    from bgmpi.kernels import open_backend
+    from bgmpi.model import Model
 
     plain = checkpoints.make("mixtral", tmp_path / "plain", intermediate_size=320, num_local_experts=4)
     tensors, config = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from bgmpi.architecture import GroupScore, Moe, Scoring
 from bgmpi.kernels.cpu import CpuBackend
 from bgmpi.moe import Router, SparseFeedForward
@@ -50,7 +51,8 @@ def test_routing_follows_its_definition(kind):
     assert expert.dtype == torch.int32 and share.dtype == torch.float32
     logits = (x.double() @ weight.double().T).float()
     for token in range(len(x)):
-        wanted = by_definition(moe, logits[token].tolist(), (bias if bias is not None else torch.zeros(moe.experts)).tolist())
+        bonus = [0.0] * moe.experts if bias is None else bias.tolist()
+        wanted = by_definition(moe, logits[token].tolist(), bonus)
         got = dict(zip(expert[token].tolist(), share[token].tolist(), strict=True))
         assert got == pytest.approx(wanted, rel=1e-5)
 
