@@ -21,7 +21,7 @@ def test_an_unexpected_exit_code_shows_the_output() -> None:
 def test_a_launch_inside_a_job_forgets_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "7")
     monkeypatch.setenv("BGMPI_MODEL", "elsewhere")
-    source = "import os; print(os.environ.get('SLURM_NTASKS'), os.environ.get('BGMPI_MODEL'), os.environ['OMP_NUM_THREADS'])"
+    source = "import os; print(*(os.environ.get(name) for name in ('SLURM_NTASKS', 'BGMPI_MODEL', 'OMP_NUM_THREADS')))"
     assert launch([sys.executable, "-c", source]).stdout == "None None 1\n"
 
 
