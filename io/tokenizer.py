@@ -95,8 +95,8 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         if self._byte_level is None or any(token.lstrip or token.rstrip for token in added):
             return None
-        normalizer = json.loads(self._backend.to_str())["normalizer"]
-        shrinks = 1 if normalizer is None else 4 if normalizer.get("type") == "NFC" else None
+        kind = _state(self._backend.normalizer).get("type")
+        shrinks = 1 if kind is None else 4 if kind == "NFC" else None
         longest = max(len(piece.encode()) for piece in self._backend.get_vocab(with_added_tokens=True))
         return None if shrinks is None else shrinks * longest
 
@@ -136,13 +136,13 @@ class Tokenizer:
     @cached_property
     def _byte_level(self) -> dict[str, int] | None:
         """The byte each character of a byte-level piece stands for; None for every other kind of decoder."""
-        state = _decoder_state(self._backend)
+        state = _state(self._backend.decoder)
         kinds = [part["type"] for part in state.get("decoders", [state]) if "type" in part]
         return _byte_of_character() if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"} else None
 
     @cached_property
     def _byte_fallback(self) -> bool:
-        return "ByteFallback" in json.dumps(_decoder_state(self._backend))
+        return "ByteFallback" in json.dumps(_state(self._backend.decoder))
 
     @cached_property
     def _anchor(self) -> tuple[list[int], int]:
@@ -257,8 +257,9 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) and token else None
 
 
-def _decoder_state(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    return dict(json.loads(backend.to_str()).get("decoder") or {}) if backend.decoder is not None else {}
+def _state(part: Any) -> dict[str, Any]:
+    """Return how a decoder or normalizer is spelled in tokenizer.json, {} for None (without spelling the vocabulary)."""
+    return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _byte_of_character() -> dict[str, int]:
