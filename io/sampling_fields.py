@@ -72,7 +72,7 @@ def read_sampling(fields: Fields, *, chat: bool, seed: int, defaults: SamplingDe
     prompt_logprobs = fields.integer("prompt_logprobs", 0, max_logprobs)
     echo = fields.boolean("echo", False)
     if chat and echo:
-        raise Refused(f"echo is for completions; a chat's prompt is not shown (url {'/v1/chat/completions'})", "echo")
+        raise Refused("echo is for completions; a chat's prompt is not shown", "echo")
     if echo and prompt_logprobs is None:
         prompt_logprobs = logprobs
     own_seed = fields.integer("seed", -(2**63), 2**64 - 1)

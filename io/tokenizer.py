@@ -258,7 +258,7 @@ def _content(token: Any) -> str | None:
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """Return how a decoder or normalizer is spelled in tokenizer.json, {} for None (without spelling the vocabulary)."""
+    """Return how a decoder or normalizer is spelled in tokenizer.json, {} for None; never the vocabulary."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
