@@ -361,10 +361,12 @@ def _quantisation(read: Reader) -> None:
     packing = read.take("quantization_config")
     if packing is None:
         return
-    if not isinstance(packing, dict) or packing.get("quant_method") != "fp8" or not packing.get("weight_block_size"):
+    block = packing.get("weight_block_size") if isinstance(packing, dict) else None
+    squares = isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
+    if not squares or packing.get("quant_method") != "fp8":
         raise InputError(
             f"config.json: quantization_config {packing!r} is not known; known: quant_method 'fp8' with "
-            f"weight_block_size, or unquantised weights"
+            f"weight_block_size of two whole numbers, or unquantised weights"
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,44 @@ class ModelFiles:
             )
         return tensor
 
+    def open_shard(self, shard: str, promised: set[str] | None) -> None:
+        """Map one file and take up its tensors; `promised` None takes all."""
+        path = self.folder / shard
+        try:
+            handle = safe_open(str(path), framework="pt")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise InputError(
+                f"{path}: its {path.stat().st_size} bytes are cut short or not safetensors ({error}); fetch it again"
+            ) from error
+        held = set(handle.keys())
+        lacking = sorted((promised or set()) - held)
+        if lacking:
+            told = ", ".join(lacking[:5])
+            raise InputError(f"{path}: {INDEX} places {len(lacking)} tensors here that it lacks: {told}")
+        surplus = sorted(held - promised) if promised is not None else []
+        if surplus:
+            told = ", ".join(surplus[:5])
+            self.notes.append(f"{path}: {len(surplus)} tensors are not in the index and not used: {told}")
+        self._shards[shard] = handle
+        for name in sorted(held if promised is None else promised):
+            piece = handle.get_slice(name)
+            shape = tuple(piece.get_shape())
+            if 0 in shape:
+                self.notes.append(f"{path}: tensor {name} of shape {list(shape)} is empty and not used")
+                continue
+            self._place[name] = shard
+            self._shape[name] = shape
+            if piece.get_dtype() == _FP8:
+                self._packed.add(name)
+
+    def fold_scales(self) -> None:
+        """Hide the scales of packed tensors behind them; a packed tensor without scales is refused."""
+        for name in sorted(self._packed):
+            if self._shape.pop(name + _SCALE, None) is None:
+                raise InputError(
+                    f"{self.folder}: tensor {name} is fp8 but has no {name + _SCALE}; only block-scaled fp8 is known"
+                )
+
     def _require(self, name: str) -> None:
         if name not in self._shape:
             raise InputError(f"{self.folder}: tensor {name} is not in the checkpoint")
@@ -95,8 +133,8 @@ def unpack_blocks(packed: torch.Tensor, scale: torch.Tensor, block: tuple[int, i
     Blocks at the right and lower edge may be cut (case C53).  Raises InputError when the scales do not fit.
     """
     rows, columns = block
-    wanted = tuple(-(-size // step) for size, step in zip(packed.shape, block, strict=True))
-    if tuple(scale.shape) != wanted:
+    wanted = tuple(-(-size // step) for size, step in zip(packed.shape, block, strict=False))
+    if packed.ndim != 2 or tuple(scale.shape) != wanted:
         raise InputError(
             f"tensor {name}{_SCALE}: expected shape {list(wanted)} for {list(packed.shape)} in blocks of "
             f"{rows} x {columns}, got {list(scale.shape)}"
@@ -118,11 +156,11 @@ def open_model_files(folder: Path) -> ModelFiles:
         raise MissingError(f"model folder {folder} is not there; --model takes one with config.json and safetensors")
     files = ModelFiles(folder, _read_json(folder / "config.json"), _read_json(folder / "generation_config.json", {}))
     weight_map = _weight_map(folder)
-    _warn_of_strays(files, set(weight_map) if weight_map else {SINGLE})
-    for shard, promised in (weight_map or {SINGLE: None}).items():
-        _open_shard(files, shard, promised)
-    _fold_scales(files)
-    files.index_hash = _fingerprint(files)
+    _warn_of_strays(files, set(weight_map))
+    for shard, promised in weight_map.items():
+        files.open_shard(shard, promised)
+    files.fold_scales()
+    files.index_hash = _fingerprint(files, weight_map)
     return files
 
 
@@ -141,13 +179,13 @@ def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, A
     return value
 
 
-def _weight_map(folder: Path) -> dict[str, set[str]] | None:
-    """Return shard -> tensors as the index promises, None for a single file; all files are there (case C46)."""
+def _weight_map(folder: Path) -> dict[str, set[str] | None]:
+    """Return shard -> tensors that the index promises, None for all of a single file; each is there (case C46)."""
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
             held = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
             raise MissingError(f"{folder}: neither {INDEX} nor {SINGLE} is there; the folder holds: {held}")
-        return None
+        return {SINGLE: None}
     places = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(shard, str) for shard in places.values()):
         raise InputError(f"{folder / INDEX}: expected an object 'weight_map' of tensor name to file name")
@@ -159,7 +197,7 @@ def _weight_map(folder: Path) -> dict[str, set[str]] | None:
         raise MissingError(
             f"{folder}: {len(missing)} of {len(shards)} shards that {INDEX} names are not there: {', '.join(missing)}"
         )
-    return dict(sorted(shards.items()))
+    return {shard: shards[shard] for shard in sorted(shards)}
 
 
 def _warn_of_strays(files: ModelFiles, used: set[str]) -> None:
@@ -169,51 +207,13 @@ def _warn_of_strays(files: ModelFiles, used: set[str]) -> None:
         files.notes.append(f"{files.folder}: not used, because the index does not name it: {', '.join(strays)}")
 
 
-def _open_shard(files: ModelFiles, shard: str, promised: set[str] | None) -> None:
-    """Map one file and take up its tensors; `promised` None takes all."""
-    path = files.folder / shard
-    try:
-        handle = safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: {path.stat().st_size} bytes that are cut short or not safetensors ({error}); fetch the file again"
-        ) from error
-    held = set(handle.keys())
-    lacking = sorted((promised or set()) - held)
-    if lacking:
-        raise InputError(f"{path}: {INDEX} places {len(lacking)} tensors here that it lacks: {', '.join(lacking[:5])}")
-    surplus = sorted(held - promised) if promised is not None else []
-    if surplus:
-        told = ', '.join(surplus[:5])
-        files.notes.append(f"{path}: {len(surplus)} tensors are not in the index and not used: {told}")
-    files._shards[shard] = handle
-    for name in sorted(held if promised is None else promised):
-        piece = handle.get_slice(name)
-        shape = tuple(piece.get_shape())
-        if 0 in shape:
-            files.notes.append(f"{path}: tensor {name} of shape {list(shape)} is empty and not used")
-            continue
-        files._place[name] = shard
-        files._shape[name] = shape
-        if piece.get_dtype() == _FP8:
-            files._packed.add(name)
-
-
-def _fold_scales(files: ModelFiles) -> None:
-    """Hide the scales of packed tensors behind them; a packed tensor without scales is refused."""
-    for name in sorted(files._packed):
-        if files._shape.pop(name + _SCALE, None) is None:
-            raise InputError(f"{files.folder}: tensor {name} is fp8 but has no {name + _SCALE}; only block-scaled fp8 "
-                             f"is known")
-
-
-def _fingerprint(files: ModelFiles) -> str:
+def _fingerprint(files: ModelFiles, shards: Iterable[str]) -> str:
     """Return a SHA-256 over config, index, and of each shard its size and three samples: cheap, yet two checkpoints of
     the same shape differ."""
     digest = hashlib.sha256(json.dumps(files.config, sort_keys=True).encode())
     index = files.folder / INDEX
     digest.update(index.read_bytes() if index.is_file() else b"")
-    for shard in sorted(files._shards):
+    for shard in shards:
         path = files.folder / shard
         size = path.stat().st_size
         digest.update(f"{shard} {size}".encode())

@@ -152,7 +152,8 @@ def test_a_malformed_value_is_refused_by_its_key(change):
         read_architecture(BASE | change)
 
 
-@pytest.mark.parametrize("packing", [{"quant_method": "awq"}, {"quant_method": "fp8"}, "int8"])
+@pytest.mark.parametrize("packing", [{"quant_method": "awq"}, {"quant_method": "fp8"}, "int8",
+                                     {"quant_method": "fp8", "weight_block_size": [128, 0]}])
 def test_unknown_packing_is_refused(packing):
     with pytest.raises(InputError, match="quantization_config"):
         read_architecture(BASE | {"quantization_config": packing})

@@ -68,7 +68,16 @@ def test_equal_logits_go_to_the_lower_experts(kind):
 def test_the_order_of_floats_is_kept_where_they_are_negative_zero_or_infinite():
     values = torch.tensor([[-0.0, 0.0, -1e-45, -torch.inf, torch.inf, 1e-45, -3.5, -3.5]])
     later = torch.arange(7, -1, -1)
-    assert Router._best(values, 8, later).tolist() == [[4, 5, 0, 1, 2, 6, 7, 3]]
+    for tokens in (1, 1000):
+        places = Router._best(values.expand(tokens, -1), 8, later)
+        assert places.tolist() == [[4, 5, 0, 1, 2, 6, 7, 3]] * tokens
+
+
+def test_few_and_many_tokens_are_ordered_alike():
+    values = torch.randn(500, 16, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    later = torch.arange(15, -1, -1)
+    one_by_one = torch.cat([Router._best(row, 5, later) for row in values.split(1)])
+    assert torch.equal(Router._best(values, 5, later), one_by_one)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
