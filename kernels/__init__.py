@@ -1,8 +1,8 @@
 """The device of this rank, behind one seam (`backend.py`).
 
-`open_backend` is the only place that knows which devices exist; everything above asks the `Backend` it returns and never
-learns its kind.  Opening also settles the threads of the process, because a rank has exactly one backend and every
-library below it (matrix kernels, compiled kernels) must share the same cores: one thread too many costs tenfold.
+`open_backend` is the only place that knows which devices exist; everything above asks the `Backend` it returns and
+never learns its kind.  Opening also settles the threads of the process, because a rank has exactly one backend and
+every library below it (matrix kernels, compiled kernels) must share the same cores: one thread too many costs tenfold.
 """
 
 from __future__ import annotations

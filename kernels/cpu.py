@@ -65,8 +65,8 @@ class CpuBackend:
         """Copy `source` into `target` (same shape and dtype); complete on return."""
         if target.shape != source.shape or target.dtype != source.dtype:
             raise InternalError(
-                f"copy: target is {target.dtype} {tuple(target.shape)}, source is {source.dtype} {tuple(source.shape)}; "
-                "both must be the same"
+                f"copy: target is {target.dtype} {tuple(target.shape)}, source is {source.dtype} "
+                f"{tuple(source.shape)}; both must be the same"
             )
         target.copy_(source)
         return Done()
@@ -102,7 +102,7 @@ class CpuBackend:
         cos, sin, size = cos.contiguous(), sin.contiguous(), x.element_size()
         run = self._team.run if x.numel() > ALONE else self._team.run_alone
         run(cpu_kernels.rotate, x.data_ptr(), x.stride(0) * size, x.stride(1) * size, cos.data_ptr(), sin.data_ptr(),
-            x.shape[0], x.shape[1], cos.shape[1], KIND[x.dtype], size)
+            x.shape[0], x.shape[1], cos.shape[1], KIND[x.dtype])
         return x
 
     def plan_attention(

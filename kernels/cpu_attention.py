@@ -1,9 +1,9 @@
 """Attention over pages on the CPU: who reads which pages, and in which order.
 
-Sequences with a few new tokens (decode) are rows of one ragged kernel call: a task is one row, one block of heads that
-share keys, and at most `SPAN` cached tokens, so each page is read once for all its heads, long sequences spread over the
-threads, and the order of a sequence's sums depends on its own length alone.  Sequences with many new tokens (prefill)
-are products: their pages are laid out one behind the other and torch's fused attention does the rest.
+Sequences with a few new tokens (decode) are rows of one ragged kernel call: a task is one row, one block of heads
+that share keys, and at most `SPAN` cached tokens, so each page is read once for all its heads, long sequences spread
+over the threads, and the order of a sequence's sums depends on its own length alone.  Sequences with many new tokens
+(prefill) are products: their pages are laid out one behind the other and torch's fused attention does the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from bgmpi.errors import InternalError
 from bgmpi.kernels import cpu_kernels
 from bgmpi.kernels.cpu_layers import ALONE, KIND
 from bgmpi.kernels.team import Team, bits
@@ -72,6 +73,15 @@ class CpuPlan:
         count = np.diff(first).astype(np.int64)
         sequence = np.repeat(np.arange(self.sequences), count)
         position = np.arange(self.tokens) + np.repeat(kv_before - first[:-1].astype(np.int64), count)
+        self.highest_page = int(self.pages.max(initial=-1))
+        held = (self.pages >= 0).sum(1)
+        needed = (kv_before + count + page_tokens - 1) // page_tokens
+        if (held < needed).any():
+            lacking = int(np.flatnonzero(held < needed)[0])
+            raise InternalError(
+                f"plan_attention: sequence {lacking} of the micro-batch has {held[lacking]} pages and needs "
+                f"{needed[lacking]} of {page_tokens} tokens; reserve pages before planning"
+            )
         self.page: NDArray[np.int64] = self.pages[sequence, position // page_tokens].astype(np.int64)
         self.slot: NDArray[np.int64] = position % page_tokens
         self._token = np.flatnonzero((count <= FEW_NEW)[sequence])
@@ -148,6 +158,7 @@ def attend_rows(
     window: int, result: torch.Tensor,
 ) -> None:
     """Fill the rows of sequences with few new tokens in result [T, H, value width]."""
+    check_fit("attend", query, layer_pages, plan)
     heads, kind, size = query.shape[1], KIND[query.dtype], query.element_size()
     work = plan.tasks(-(-heads // places.block), window)
     count = len(work.tasks)
@@ -186,8 +197,20 @@ def first_page(chunk: Chunk, page_tokens: int, window: int) -> int:
     return max(0, chunk.before + 1 - window) // page_tokens if window > 0 else 0
 
 
-def append_rows(team: Team, source: torch.Tensor, pages: torch.Tensor, offset: int, group_step: int, plan: CpuPlan) -> None:
+def check_fit(deed: str, rows: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan) -> None:
+    """Raise InternalError unless rows [T, ..] and the pages are what the plan and the kernels take for granted."""
+    if rows.dtype != layer_pages.dtype or rows.shape[0] != plan.tokens or layer_pages.shape[0] <= plan.highest_page:
+        raise InternalError(
+            f"{deed}: {rows.shape[0]} tokens of {rows.dtype} over {layer_pages.shape[0]} pages of {layer_pages.dtype}; "
+            f"the plan has {plan.tokens} tokens and pages up to {plan.highest_page}; dtypes must be equal"
+        )
+
+
+def append_rows(
+    team: Team, source: torch.Tensor, pages: torch.Tensor, offset: int, group_step: int, plan: CpuPlan
+) -> None:
     """Write source [T, G, W] into its places `offset` bytes into each page."""
+    check_fit("append", source, pages, plan)
     if source.stride(-1) != 1:
         source = source.contiguous()
     size = source.element_size()

@@ -5,8 +5,8 @@ A kernel reads its words, draws task numbers until they run out, and writes only
 depends neither on the number of threads nor on who drew what.  Sums run in an order fixed by the row's own width or the
 sequence's own length (law 7).  Kernels know addresses and sizes; `cpu.py` knows tensors.
 
-Word 0 is the task counter; each docstring names the other words in order.  Addresses and steps are in bytes; `kind` is a
-number format of `vector_code`, `size` its bytes.  Every kernel handles zero tasks and any width.
+Word 0 is the task counter; each docstring names the other words in order.  Addresses and steps are in bytes; `kind` is
+a number format of `vector_code`, `size` its bytes.  Every kernel handles zero tasks and any width.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ def linear(p):
 def sort_pairs(p):
     """Sort (token, expert) pairs by expert, then token.  Alone.
 
-    1 expert int32 [T, A], 2 T, 3 A, 4 E, then int64 results: 5 first [E + 1] of each expert's pairs, 6 number of active
-    experts and their list [1 + E], 7 token of each pair [pairs], 8 place [T, A] (2 * pair + 0 .. in ascending expert
-    order, -1 behind the last), 9 column [T, A] (which of the token's A weights belongs to that place).
+    1 expert int32 [T, A], 2 T, 3 A, 4 E, then int64 results: 5 first pair of each expert [E + 1], 6 number of active
+    experts (-1: an expert's number was not below E) and their list [1 + E], 7 token of each pair [pairs], 8 place [T, A]
+    (the token's pairs in ascending expert order, -1 behind the last), 9 column [T, A] (which of the token's A experts
+    that is).
     """
     word = carray(p, 10, np.int64)
     tokens, active, experts = word[2], word[3], word[4]
@@ -114,6 +115,9 @@ def sort_pairs(p):
     first[:] = 0
     for t in range(tokens):
         for a in range(active):
+            if expert[t, a] >= experts:
+                busy[0] = -1
+                return
             if expert[t, a] >= 0:
                 first[expert[t, a] + 1] += 1
     busy[0] = 0
@@ -276,9 +280,9 @@ def silu_mul(p):
 
 
 def rotate(p):
-    """1 x, 2 token step, 3 head step, 4 cos, 5 sin float32 [T, r], 6 T, 7 heads, 8 r, 9 kind, 10 size."""
-    word = carray(p, 11, np.int64)
-    tokens, half, kind, size = word[6], word[8], word[9], word[10]
+    """1 x, 2 token step, 3 head step, 4 cos, 5 sin float32 [T, r], 6 T, 7 heads, 8 r, 9 kind."""
+    word = carray(p, 10, np.int64)
+    tokens, half, kind = word[6], word[8], word[9]
     cos = carray(at(word[4]), (tokens, half), np.float32)
     sin = carray(at(word[5]), (tokens, half), np.float32)
     values, turned = np.empty(2 * half, np.float32), np.empty(2 * half, np.float32)

@@ -1,9 +1,9 @@
 """Linear layers and experts on the CPU: which weights are kept in which form, and which product runs when.
 
 bfloat16 weights are re-laid once by oneDNN (the only copy kept): the packed form reads memory at full speed for one
-token and reaches the peak for a thousand.  Other numbers keep their plain rows, which the small kernel reads faster than
-oneDNN reads its own form up to `FEW_TOKENS`, and torch multiplies at the peak beyond.  A machine on which oneDNN has no
-bfloat16 uses the plain form too.  Rejected: both forms of every weight, twice the memory for no measured gain.
+token and reaches the peak for a thousand.  Other numbers keep their plain rows, which the small kernel reads faster
+than oneDNN reads its own form up to `FEW_TOKENS`, and torch multiplies at the peak beyond.  A machine on which oneDNN
+has no bfloat16 uses the plain form too.  Rejected: both forms of every weight, twice the memory for no measured gain.
 
 Experts: pairs (token, expert) sorted by expert, each expert's weights read once, the weighted sum of a token in float32
 and ascending expert order whatever path computed the parts.
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from bgmpi.errors import InternalError
 from bgmpi.kernels import cpu_kernels
 from bgmpi.kernels.team import Team
 
@@ -73,6 +74,11 @@ class PlainLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] -> x @ weight.T + bias, [T, N], in x's dtype."""
+        if x.dtype != self._weight.dtype or x.shape[1] != self._width:
+            raise InternalError(
+                f"linear: x is {x.dtype} [{x.shape[0]}, {x.shape[1]}], the weight is {self._weight.dtype} "
+                f"[{self._rows}, {self._width}]; dtype and width must be equal"
+            )
         tokens = x.shape[0]
         if tokens > FEW_TOKENS:
             return functional.linear(x, self._weight, self._bias)
@@ -111,6 +117,10 @@ class Pairs:
         self.column = self.place + 8 * pairs
         team.run_alone(cpu_kernels.sort_pairs, expert.data_ptr(), tokens, active, experts, self.first, self.busy,
                        self.token, self.place, self.column)
+        if self._held[experts + 1] < 0:
+            raise InternalError(
+                f"experts: an expert number is {int(expert.max())}, this rank owns {experts}; numbers must be local"
+            )
         bounds = self._held[: experts + 1]
         self.counted = int(bounds[experts])
         self.bounds: list[int] = bounds.tolist()
@@ -145,6 +155,11 @@ class CpuExperts:
         """
         if x.shape[0] == 0 or self._count == 0:
             return torch.zeros_like(x)
+        if x.dtype != self._dtype or expert.dtype != torch.int32 or weight.dtype != torch.float32:
+            raise InternalError(
+                f"experts: x is {x.dtype}, expert {expert.dtype}, weight {weight.dtype}; expected {self._dtype}, "
+                "torch.int32, torch.float32"
+            )
         expert, weight, x = expert.contiguous(), weight.contiguous(), x.contiguous()
         pairs = Pairs(self._team, expert, self._count)
         rows_at = np.zeros(self._count, np.int64)

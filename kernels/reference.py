@@ -84,7 +84,8 @@ def exchange_and_give_back(
 ) -> list[torch.Tensor]:
     """What all ranks together compute: rank r's tokens x[r] through the experts of every rank -> its [T, D].
 
-    Each rank that owns experts of a token answers with one part in x's dtype; parts are summed in rank order in float32.
+    Each rank that owns experts of a token answers with one part in x's dtype; parts are summed in rank order in
+    float32.
     """
     results = []
     for tokens, chosen, share in zip(x, expert, weight, strict=True):

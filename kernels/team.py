@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from numba import cfunc, types
 
+from bgmpi.errors import InternalError
+
 KernelBody = Callable[[int], None]
 _SIGNATURE = types.void(types.voidptr)
 
@@ -31,7 +33,7 @@ def bits(number: float) -> int:
     return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
-def _openmp() -> ctypes.CDLL | None:
+def _openmp() -> ctypes.CDLL:
     """Find the OpenMP library that torch itself runs on (a GNU, Intel or LLVM one: all know GOMP_parallel)."""
     beside_torch = sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*"))
     for name in [*beside_torch, "libgomp.so.1"]:
@@ -43,7 +45,10 @@ def _openmp() -> ctypes.CDLL | None:
         entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         entry.restype = None
         return library
-    return None
+    raise InternalError(
+        "no OpenMP library with GOMP_parallel was found beside torch, so compiled kernels cannot share its threads; "
+        "run with one thread a rank, or install torch from a wheel that carries its OpenMP library"
+    )
 
 
 class Team:
@@ -53,7 +58,7 @@ class Team:
 
     def __init__(self, threads: int) -> None:
         library = _openmp() if threads > 1 else None
-        self.threads = threads if library is not None else 1
+        self.threads = threads
         self._parallel = library.GOMP_parallel if library is not None else None
         self._words = bytearray(8 * self.WORDS)
         self._held = (ctypes.c_int64 * self.WORDS).from_buffer(self._words)

@@ -112,7 +112,8 @@ def _emit_mix(builder: Any, tokens: int, kind: int, args: Any) -> None:
         for total, address in zip(totals, at, strict=True):
             builder.store(_load(builder, address, _F32, lanes, mask), total)
         with cgutils.for_range(builder, count, intp=_I64) as loop:
-            source = builder.add(value, builder.add(builder.mul(loop.index, value_step), builder.mul(begin, _I64(size))))
+            row = builder.add(value, builder.mul(loop.index, value_step))
+            source = _element(builder, row, begin, size)
             values = _load_wide(builder, source, kind, lanes, mask)
             for t, total in enumerate(totals):
                 offset = builder.add(builder.mul(share_step, _I64(t)), builder.mul(loop.index, _I64(4)))
@@ -150,7 +151,9 @@ def make_dots(rows: int, tokens: int) -> Any:
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def dots(typing: Any, row: Any, row_step: Any, token_list: Any, out: Any, out_step: Any, width: Any, kind: Any) -> Any:
+    def dots(
+        typing: Any, row: Any, row_step: Any, token_list: Any, out: Any, out_step: Any, width: Any, kind: Any
+    ) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _for_each_kind(builder, args[6], lambda number: _emit_dots(builder, rows, tokens, number, args[:6]))
             return context.get_dummy_value()
@@ -167,8 +170,10 @@ def make_mix(tokens: int) -> Any:
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def mix(typing: Any, value: Any, value_step: Any, count: Any, share: Any, share_step: Any, out: Any, out_step: Any,
-            width: Any, kind: Any) -> Any:
+    def mix(
+        typing: Any, value: Any, value_step: Any, count: Any, share: Any, share_step: Any, out: Any, out_step: Any,
+        width: Any, kind: Any,
+    ) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _for_each_kind(builder, args[8], lambda number: _emit_mix(builder, tokens, number, args[:8]))
             return context.get_dummy_value()
