@@ -72,7 +72,8 @@ export PYTHONSAFEPATH=1
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
 
 # One bad rank ends all (-K), and Slurm then reports the signal that ended the others.  So the first rank that fails
-# notes its exit code here.  The trap keeps the noting shell alive when ranks are told to stop; they do not inherit it.
+# notes its exit code here; a program that ends itself by MPI_Abort, which is a signal too, may note it before.  The trap
+# keeps the noting shell alive when ranks are told to stop; they do not inherit it.
 RUN_CODE_FILE=$PWD/.bgmpi-$SLURM_JOB_ID.code
 export RUN_CODE_FILE
 rm -f "$RUN_CODE_FILE"

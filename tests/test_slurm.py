@@ -25,7 +25,10 @@ SCRIPTS = Path(__file__).parents[1] / "slurm"
 NODES = 4
 STAND_IN = """#!/bin/sh
 echo "stand-in rank $SLURM_PROCID of $SLURM_NTASKS:$(printf ' <%s>' "$@")"
-[ "$SLURM_PROCID" = 1 ] && exit "${STAND_IN_CODE:-0}"
+if [ "$SLURM_PROCID" = 1 ]; then
+    if [ -n "${STAND_IN_ABORT:-}" ]; then echo "$STAND_IN_ABORT" > "$RUN_CODE_FILE"; kill -9 $$; fi
+    exit "${STAND_IN_CODE:-0}"
+fi
 sleep 1
 """
 
@@ -164,6 +167,11 @@ def test_c77_the_scripts_exit_code_is_that_of_the_program(cluster: Cluster, stan
     )
     assert ended.returncode == code, f"{ended}\n{log}"
     assert [path.name for path in (stand_in / "work").iterdir()] == ["job.log"]
+
+
+def test_c77_a_rank_that_aborts_by_a_signal_can_note_its_code_before(cluster: Cluster, stand_in: Path) -> None:
+    ended, log = cluster.sbatch(stand_in / "work", ["-N", "4", "../slurm/run_batch.sh"], env={"STAND_IN_ABORT": "70"})
+    assert ended.returncode == 70, f"{ended}\n{log}"
 
 
 @pytest.mark.parametrize("way", ["relative path", "absolute path", "sh", "other folder"])
