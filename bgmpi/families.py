@@ -1,8 +1,7 @@
 """Families as data: what a `config.json` means, and what its checkpoint calls each tensor.
 
 A family is one row of `FAMILIES`: which keys it speaks, what silence means, which names its tensors have.  Reading is
-one function for all of them.  Every key is either read, known to be harmless, or refused by name: a key that changes
-the numbers and goes unread is how a model silently answers noise (cases C42, C45).
+one function for all of them.
 
 Pure: no files, no tensors.  A new family of the same build is a new row; a new mechanism is a new field in
 `bgmpi.architecture` first.
@@ -11,17 +10,15 @@ Pure: no files, no tensors.  A new family of the same build is a new row; a new 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
 from bgmpi.architecture import Architecture, GroupScore, Kind, Latent, Moe, Rope, RopeKind, Scoring
+from bgmpi.config_reader import Config, Reader
 from bgmpi.errors import InputError
-
-Config = Mapping[str, Any]
-Shape = tuple[int, ...]
 
 
 class Window(Enum):
@@ -198,29 +195,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "kimi_k2": _DEEPSEEK_V3,
 })
 
-# Keys that change no number of a forward pass: provenance, training, generation defaults of old files (read elsewhere).
-_HARMLESS = frozenset({
-    "add_cross_attention", "architectures", "attention_dropout", "attn_implementation", "auto_map", "aux_loss_alpha",
-    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
-    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
-    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "ep_size", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label",
-    "initializer_range", "is_decoder", "is_llama_config", "label2id", "length_penalty", "max_length", "min_length",
-    "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_mtp_layers", "num_return_sequences",
-    "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
-    "pretraining_tp", "problem_type", "pruned_heads", "qk_head_dim", "remove_invalid_values", "repetition_penalty",
-    "return_dict", "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
-    "seq_aux", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
-})
-
-# Keys that are harmless only while they say nothing.
-_NEUTRAL: Mapping[str, Any] = MappingProxyType({
-    "is_encoder_decoder": False, "partial_rotary_factor": 1.0, "rope_interleaved": False, "mlp_bias": False,
-    "attention_bias": False, "qkv_bias": False,
-})
-
 _ROPE_KEYS: Mapping[RopeKind, frozenset[str]] = MappingProxyType({
     RopeKind.DEFAULT: frozenset(),
     RopeKind.LINEAR: frozenset({"factor"}),
@@ -232,63 +206,6 @@ _ROPE_KEYS: Mapping[RopeKind, frozenset[str]] = MappingProxyType({
          "mscale_all_dim", "truncate"}
     ),
 })
-
-
-class Reader:
-    """A config dict that remembers which of its keys were asked for."""
-
-    def __init__(self, config: Config, where: str = "config.json") -> None:
-        self.config = config
-        self.where = where
-        self.read: set[str] = set()
-
-    def take(self, key: str, default: Any = None) -> Any:
-        """Return a key's value, `default` when it is absent or null."""
-        self.read.add(key)
-        value = self.config.get(key)
-        return default if value is None else value
-
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number of at least `least`; InputError when it is none, or absent without a default."""
-        value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{self.where}: '{key}' must be a whole number of at least {least}, got {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number; InputError when it is none, or absent without a default."""
-        value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InputError(f"{self.where}: '{key}' must be a finite number, got {value!r}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return a truth value."""
-        value = self.take(key, default)
-        if not isinstance(value, bool):
-            raise InputError(f"{self.where}: '{key}' must be true or false, got {value!r}")
-        return value
-
-    def word(self, key: str, default: str, known: tuple[str, ...]) -> str:
-        """Return one of the known words."""
-        value = self.take(key, default)
-        if value not in known:
-            raise InputError(f"{self.where}: '{key}' is {value!r}; known: {', '.join(known)}")
-        return str(value)
-
-    def check_all_read(self, neutral: Mapping[str, Any]) -> None:
-        """Refuse keys that were neither read nor are harmless."""
-        unread = [
-            key for key, value in self.config.items()
-            if key not in self.read and value is not None and key not in _HARMLESS and not key.startswith("_")
-            and not (key in neutral and neutral[key] == value)
-        ]
-        if unread:
-            said = ", ".join(f"{key} = {self.config[key]!r}" for key in sorted(unread))
-            raise InputError(
-                f"{self.where}: these keys may change the model's numbers and nothing here reads them: {said}; "
-                f"remove what you know to be harmless"
-            )
 
 
 def read_architecture(config: Config) -> Architecture:
@@ -318,7 +235,7 @@ def read_architecture(config: Config) -> Architecture:
         extra_layers=max(1, read.integer("num_nextn_predict_layers", 1, 0)) if family.predicts_ahead else 0,
     )
     read.word("hidden_act", "silu", ("silu", "swish"))
-    read.check_all_read({**_NEUTRAL, **family.neutral})
+    read.check_all_read(family.neutral)
     if not latent and arch.heads % arch.kv_heads:
         raise InputError(
             f"config.json: num_attention_heads {arch.heads} is not a multiple of num_key_value_heads {arch.kv_heads}"
@@ -390,7 +307,7 @@ def _rope(read: Reader, family: Family, width: int, positions: int) -> tuple[Rop
     theta = inner.number("rope_theta", read.number("rope_theta", family.theta))
     outer = read.take("original_max_position_embeddings")
     inner.read |= _ROPE_KEYS[kind]
-    inner.check_all_read({"partial_rotary_factor": 1.0})
+    inner.check_all_read({})
     if kind is RopeKind.DEFAULT:
         return Rope(kind, theta, width), 1.0, positions
     if kind is RopeKind.LINEAR:
@@ -504,109 +421,3 @@ def _choice(read: Reader, keys: Experts, experts: int) -> dict[str, Any]:
         "group_score": GroupScore.BEST_TWO if biased else GroupScore.BEST,
         "scaling": read.number("routed_scaling_factor", 2.5 if biased else 1.0),
     }
-
-
-# --- tensors ------------------------------------------------------------------------------------------------------
-
-
-def tensor_name(arch: Architecture, role: str, layer: int = 0, expert: int = 0) -> str:
-    """Return what the checkpoint calls a tensor."""
-    return FAMILIES[arch.family].names[role].format(layer=layer, expert=expert)
-
-
-def expected_tensors(arch: Architecture) -> dict[str, Shape]:
-    """Return every tensor that a checkpoint of `arch` must hold, with its shape."""
-    hidden, vocab = arch.hidden, arch.vocab
-    roles: dict[str, Shape] = {"embed": (vocab, hidden), "final_norm": (hidden,)}
-    if not arch.tied:
-        roles["head"] = (vocab, hidden)
-    expected = {tensor_name(arch, role): shape for role, shape in roles.items()}
-    attention = dict(_attention_roles(arch))
-    for layer, kind in enumerate(arch.kinds):
-        feed = dict(_dense_roles(arch) if kind is Kind.DENSE else _sparse_roles(arch))
-        expected |= {tensor_name(arch, role, layer): shape for role, shape in (attention | feed).items()}
-        if kind is Kind.SPARSE and arch.moe:
-            for role, shape in _expert_roles(arch.moe, hidden):
-                expected |= {tensor_name(arch, role, layer, expert): shape for expert in range(arch.moe.experts)}
-    return expected
-
-
-def _attention_roles(arch: Architecture) -> Iterator[tuple[str, Shape]]:
-    """Yield what every layer's attention holds."""
-    hidden = arch.hidden
-    yield from (("attention_norm", (hidden,)), ("feed_norm", (hidden,)))
-    if arch.output_bias:
-        yield "output_bias", (hidden,)
-    if arch.latent:
-        yield from _latent_roles(arch, arch.latent)
-        return
-    queries, keys = arch.heads * arch.head, arch.kv_heads * arch.head
-    yield "output", (hidden, queries)
-    for role, rows in (("query", queries), ("key", keys), ("value", keys)):
-        yield role, (rows, hidden)
-        if arch.qkv_bias:
-            yield f"{role}_bias", (rows,)
-    if arch.qk_norm:
-        yield from (("query_norm", (arch.head,)), ("key_norm", (arch.head,)))
-
-
-def _latent_roles(arch: Architecture, latent: Latent) -> Iterator[tuple[str, Shape]]:
-    """Yield what latent attention holds."""
-    hidden, heads = arch.hidden, arch.heads
-    yield "output", (hidden, heads * latent.value)
-    if latent.query_rank:
-        yield "query_down", (latent.query_rank, hidden)
-        yield "query_down_norm", (latent.query_rank,)
-        yield "query_up", (heads * arch.head, latent.query_rank)
-        if arch.qkv_bias:
-            yield "query_down_bias", (latent.query_rank,)
-    else:
-        yield "query", (heads * arch.head, hidden)
-    yield "kv_down", (latent.cached, hidden)
-    yield "kv_down_norm", (latent.rank,)
-    yield "kv_up", (heads * (latent.nope + latent.value), latent.rank)
-    if arch.qkv_bias:
-        yield "kv_down_bias", (latent.cached,)
-
-
-def _dense_roles(arch: Architecture) -> Iterator[tuple[str, Shape]]:
-    """Yield what a dense layer's feed-forward part holds."""
-    yield from (("gate", (arch.dense_width, arch.hidden)), ("up", (arch.dense_width, arch.hidden)))
-    yield "down", (arch.hidden, arch.dense_width)
-    if arch.dense_bias:
-        yield from (("gate_bias", (arch.dense_width,)), ("up_bias", (arch.dense_width,)))
-        yield "down_bias", (arch.hidden,)
-
-
-def _sparse_roles(arch: Architecture) -> Iterator[tuple[str, Shape]]:
-    """Yield what a sparse layer holds beside its experts."""
-    moe = arch.moe
-    assert moe is not None, "a sparse layer without experts"
-    yield "router", (moe.experts, arch.hidden)
-    if moe.selection_bias:
-        yield "selection_bias", (moe.experts,)
-    if moe.shared:
-        yield from (("shared_gate", (moe.shared, arch.hidden)), ("shared_up", (moe.shared, arch.hidden)))
-        yield "shared_down", (arch.hidden, moe.shared)
-    if moe.shared_gate:
-        yield "shared_switch", (1, arch.hidden)
-
-
-def _expert_roles(moe: Moe, hidden: int) -> tuple[tuple[str, Shape], ...]:
-    """Return what one expert holds."""
-    return (
-        ("expert_gate", (moe.width, hidden)), ("expert_up", (moe.width, hidden)), ("expert_down", (hidden, moe.width))
-    )
-
-
-def ignored_tensor(arch: Architecture, name: str) -> str | None:
-    """Say why a tensor of the checkpoint is rightly not used, None when it should be (case C48)."""
-    if name.endswith("rotary_emb.inv_freq"):
-        return "rotary frequencies are computed"
-    if arch.tied and name == tensor_name(arch, "head"):
-        return "the output head is tied to the embedding"
-    start = name.removeprefix("model.layers.")
-    number = start.split(".", 1)[0]
-    if start != name and number.isdigit() and arch.layers <= int(number) < arch.layers + arch.extra_layers:
-        return "layers that predict further tokens are not used"
-    return None

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from bgmpi.architecture import Architecture, Kind
 from bgmpi.attention import ReadWeight, Rotary, build_attention
-from bgmpi.families import tensor_name
 from bgmpi.io.model_files import ModelFiles, check_files
 from bgmpi.kernels.backend import AttentionPlan, Backend
 from bgmpi.moe import DenseFeedForward, SparseFeedForward
+from bgmpi.tensor_names import tensor_name
 
 _REMEMBERED = 64
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from bgmpi.architecture import Architecture
 from bgmpi.errors import InputError, MissingError
-from bgmpi.families import expected_tensors, ignored_tensor
+from bgmpi.tensor_names import expected_tensors, ignored_tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

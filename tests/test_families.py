@@ -8,7 +8,8 @@ import pytest
 
 from bgmpi.architecture import GroupScore, Kind, Rope, RopeKind, Scoring, split_experts
 from bgmpi.errors import ExitCode, InputError
-from bgmpi.families import FAMILIES, expected_tensors, ignored_tensor, read_architecture, tensor_name
+from bgmpi.families import FAMILIES, read_architecture
+from bgmpi.tensor_names import expected_tensors, ignored_tensor, tensor_name
 
 BASE = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -37,7 +37,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict | None = 
 
 
 def llama() -> dict[str, torch.Tensor]:
-    from bgmpi.families import expected_tensors
+    from bgmpi.tensor_names import expected_tensors
 
     return {name: torch.randn(shape) for name, shape in expected_tensors(read_architecture(CONFIG)).items()}
 
