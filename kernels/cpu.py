@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError
 from bgmpi.kernels import cpu_attention, cpu_kernels, cpu_layers
-from bgmpi.kernels.backend import Collective, Exchanged, Experts, Linear
+from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, Linear
 from bgmpi.kernels.cpu_attention import CpuPlan
 from bgmpi.kernels.cpu_layers import ALONE, KIND
 from bgmpi.kernels.team import Team, bits
@@ -43,6 +43,13 @@ class CpuExchanged:
     sent: torch.Tensor
     sent_counts: NDArray[np.int64]
     received_counts: NDArray[np.int64]
+
+
+def own_plan(plan: AttentionPlan) -> CpuPlan:
+    """Return the plan as one of this device's own, which only `plan_attention` makes."""
+    if not isinstance(plan, CpuPlan):
+        raise InternalError(f"a plan of kind {type(plan).__name__} came to the CPU; make it with its plan_attention")
+    return plan
 
 
 class CpuBackend:
@@ -111,21 +118,23 @@ class CpuBackend:
         """Prepare a micro-batch (see Backend.plan_attention)."""
         return CpuPlan(first, kv_before, pages, page_tokens)
 
-    def append(self, key: torch.Tensor, value: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan) -> None:
+    def append(self, key: torch.Tensor, value: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan) -> None:
         """Write key, value [T, G, W] of the new tokens into their places."""
+        plan = own_plan(plan)
         _, _, groups, page_tokens, width = layer_pages.shape
         step = page_tokens * width * layer_pages.element_size()
         cpu_attention.append_rows(self._team, key, layer_pages, 0, step, plan)
         cpu_attention.append_rows(self._team, value, layer_pages, groups * step, step, plan)
 
-    def append_latent(self, latent: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan) -> None:
+    def append_latent(self, latent: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan) -> None:
         """Write latent [T, L] of the new tokens into their places."""
-        cpu_attention.append_rows(self._team, latent[:, None], layer_pages, 0, 0, plan)
+        cpu_attention.append_rows(self._team, latent[:, None], layer_pages, 0, 0, own_plan(plan))
 
     def attend(
-        self, query: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan, scale: float, window: int
+        self, query: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan, scale: float, window: int
     ) -> torch.Tensor:
         """Causal attention of query [T, H, W] over each sequence's pages -> [T, H, W]."""
+        plan = own_plan(plan)
         tokens, heads, width = query.shape
         if query.stride(2) != 1 or query.stride(1) != width:
             query = query.contiguous()
@@ -145,9 +154,10 @@ class CpuBackend:
         return result
 
     def attend_latent(
-        self, query: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan, scale: float, value_width: int
+        self, query: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan, scale: float, value_width: int
     ) -> torch.Tensor:
         """Causal attention of query [T, H, L] over latent pages -> [T, H, value_width]."""
+        plan = own_plan(plan)
         tokens, heads, width = query.shape
         if query.stride(2) != 1 or query.stride(1) != width:
             query = query.contiguous()

@@ -18,7 +18,6 @@ from bgmpi.kernels.vector_code import at, draw, exponential, make_dots, make_mix
 
 dots_4x4 = make_dots(4, 4)
 dots_4x1 = make_dots(4, 1)
-dots_1x4 = make_dots(1, 4)
 dots_1x1 = make_dots(1, 1)
 mix_4 = make_mix(4)
 mix_1 = make_mix(1)
@@ -34,25 +33,16 @@ ROWS = 8
 @njit
 def many_dots(row, row_step, rows, token_list, tokens, out, out_step, width, kind):
     """out[t, r] = row r . token t for any number of rows and tokens; each value is the same in any company."""
-    r = 0
-    while r < rows:
-        four = rows - r >= 4
-        t = 0
-        while t < tokens:
-            source, chosen, target = row + r * row_step, token_list + 8 * t, out + out_step * t + 4 * r
-            if tokens - t >= 4:
-                if four:
-                    dots_4x4(source, row_step, chosen, target, out_step, width, kind)
-                else:
-                    dots_1x4(source, row_step, chosen, target, out_step, width, kind)
-                t += 4
-            else:
-                if four:
-                    dots_4x1(source, row_step, chosen, target, out_step, width, kind)
-                else:
-                    dots_1x1(source, row_step, chosen, target, out_step, width, kind)
-                t += 1
-        r += 4 if four else 1
+    whole = rows // 4 * 4
+    for r in range(0, whole, 4):
+        source, target = row + r * row_step, out + 4 * r
+        for t in range(0, tokens - 3, 4):
+            dots_4x4(source, row_step, token_list + 8 * t, target + out_step * t, out_step, width, kind)
+        for t in range(tokens // 4 * 4, tokens):
+            dots_4x1(source, row_step, token_list + 8 * t, target + out_step * t, out_step, width, kind)
+    for r in range(whole, rows):
+        for t in range(tokens):
+            dots_1x1(row + r * row_step, 0, token_list + 8 * t, out + out_step * t + 4 * r, 0, width, kind)
 
 
 @njit
@@ -100,9 +90,9 @@ def sort_pairs(p):
     """Sort (token, expert) pairs by expert, then token.  Alone.
 
     1 expert int32 [T, A], 2 T, 3 A, 4 E, then int64 results: 5 first pair of each expert [E + 1], 6 number of active
-    experts (-1: an expert's number was not below E) and their list [1 + E], 7 token of each pair [pairs], 8 place [T, A]
-    (the token's pairs in ascending expert order, -1 behind the last), 9 column [T, A] (which of the token's A experts
-    that is).
+    experts (-1: an expert's number was not below E) and their list [1 + E], 7 token of each pair [pairs], 8 place
+    [T, A] (the token's pairs in ascending expert order, -1 behind the last), 9 column [T, A] (which of the token's A
+    experts that is).
     """
     word = carray(p, 10, np.int64)
     tokens, active, experts = word[2], word[3], word[4]
