@@ -26,12 +26,10 @@ from bgmpi import log
 from bgmpi.config import Config, Parser, config_file, resolve
 from bgmpi.config import parser as run_parser
 from bgmpi.errors import BgmpiError, ExitCode, MissingError, UsageError
+from bgmpi.launcher import launch_command, launch_rank, threads_for
 from bgmpi.values import integer
 
 INTERRUPTED = 130
-RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
-# Slurm numbers the batch script and an interactive shell as steps too, from here up; no rank was started in them.
-FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,15 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def launch_rank(environ: Mapping[str, str]) -> int | None:
-    """Return the rank that a launcher gave this process, None outside of any.  Pure."""
-    names: tuple[str, ...] = RANK_VARIABLES
-    step = environ.get("SLURM_STEP_ID", "")
-    if step.isdigit() and int(step) < FIRST_SPECIAL_STEP:
-        names = (*names, "SLURM_PROCID")
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
 
 def _should_tell(error: BgmpiError, rank: int | None) -> bool:
@@ -156,22 +145,6 @@ def _with_demo(config: Config) -> Config:
 
     log.configure(launch_rank(os.environ) or 0, gethostname(), config.log_level)
     return replace(config, model=str(demo_model("moe", Path(config.cache) if config.cache else None)))
-
-
-def launch_command(mpiexec: str, python: str, ranks: int, words: Sequence[str]) -> list[str]:
-    """Return the command that starts `ranks` ranks of `bgmpi run` with the same words.  Pure.
-
-    -P keeps the working folder off the path of modules: it may hold a folder `io`.
-    """
-    return [mpiexec, "-n", str(ranks), python, "-P", "-m", "bgmpi", "run", *words]
-
-
-def threads_for(ranks: int, wanted: int | None, cores: int, allowed: str | None) -> int:
-    """Return the threads a rank may use so that all together fit `cores`, and `allowed` (OMP_NUM_THREADS).  Pure."""
-    if wanted is not None:
-        return wanted
-    fitting = max(1, cores // ranks)
-    return min(fitting, int(allowed)) if allowed and allowed.isdigit() and int(allowed) else fitting
 
 
 def _become_mpiexec(ranks: int, threads: int | None, words: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

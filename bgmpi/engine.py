@@ -1,7 +1,7 @@
 """The SPMD round: one gather, one decision on rank 0, one scatter, then up to a page of steps (design laws 1 and 2).
 
-`run` opens world, files, weights and writers in order and closes them in reverse.  All decisions are the scheduler's and
-the sequence managers', all tensors the executor's; what is left here is order.
+`run` opens world, files, weights and writers in order and closes them in reverse.  All decisions are the scheduler's
+and the sequence managers', all tensors the executor's; what is left here is order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import numpy as np
 
 from bgmpi import log
 from bgmpi.config import Config
-from bgmpi.errors import InternalError
+from bgmpi.errors import InternalError, UsageError
 from bgmpi.executor import Executor, Shape
 from bgmpi.head import Head, Orders
 from bgmpi.io.publish import remove_parts
 from bgmpi.io.segments import SegmentWriter, parts_folder
 from bgmpi.kernels import open_backend
+from bgmpi.launcher import threads_for
 from bgmpi.model import Model
 from bgmpi.prepare import Job, available_memory, page_bytes, pages_that_fit, prepare, together
 from bgmpi.primitives import Admit, Reported, Run, Stop
@@ -30,7 +31,7 @@ from bgmpi.report import Summary
 from bgmpi.sampling import Sampler
 from bgmpi.sequence_manager import SequenceManager
 from bgmpi.tally import Counts, Tally, total
-from bgmpi.world import World, decode, open_world, threads_for
+from bgmpi.world import World, decode, open_world
 
 DEFAULT_B_ATTN = 512
 _LOG = logging.getLogger("bgmpi.engine")
@@ -46,6 +47,7 @@ def run(config: Config) -> Summary:
     with ExitStack() as stack:
         world = stack.enter_context(open_world(allow_mismatch=config.allow_rank_mismatch))
         log.configure(world.rank, world.host, config.log_level)
+        together(world, lambda: _check_ranks(config, world))
         job = prepare(config, world)
         clock = _common_clock(world, begun)
         writer = _open_writer(job, world, clock)
@@ -95,6 +97,11 @@ def _finish(world: World, head: Head | None, counts: Counts, loaded: float) -> S
     return world.broadcast(together(world, publish), Summary)
 
 
+def _check_ranks(config: Config, world: World) -> None:
+    if config.ranks is not None and config.ranks != world.size:
+        raise UsageError(f"--ranks {config.ranks}, but the launcher started {world.size}; leave --ranks out")
+
+
 def _common_clock(world: World, begun: float) -> Callable[[], float]:
     """Collective over the world: return seconds since rank 0 began, set together at a barrier."""
     world.barrier()
@@ -123,7 +130,8 @@ def _open_rank(job: Job, world: World, clock: Callable[[], float], tally: Tally)
     """Collective over the world: load the weights, lay out memory; -> the rank, and the smallest pool in tokens."""
     config, vocab = job.config, job.architecture.vocab
     slots = config.max_num_seqs
-    threads = config.threads or threads_for(world.node_size, len(os.sched_getaffinity(0)), os.environ)
+    cores, allowed = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
+    threads = threads_for(world.node_size, config.threads, cores, allowed)
     name = "cpu" if config.backend == "auto" else config.backend
     backend = open_backend(name, world if world.size > 1 else None, threads)
     model = together(

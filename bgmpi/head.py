@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from bgmpi.coroutine import State
 from bgmpi.intake import Intake
+from bgmpi.io.openai_lines import export_errors
 from bgmpi.io.publish import Published, publish, remove_parts
 from bgmpi.io.segments import parts_folder
 from bgmpi.prepare import Job
@@ -57,12 +58,20 @@ class Head:
         self._clock = clock
         self._reader = stack.enter_context(job.reader())
         self._intake = Intake(
-            self._reader, job.index.samples, context=job.context, pool=pool, clock=clock, refuse=refuse
+            self._reader,
+            job.index.samples,
+            context=job.context,
+            pool=pool,
+            strict=config.strict,
+            clock=clock,
+            refuse=refuse,
         )
         rules = Rules(round_steps=config.page_tokens, page_tokens=config.page_tokens)
         self._scheduler = Scheduler(self._intake.sequences, ranks, rules)
         self._trace = stack.enter_context(TraceWriter(config.trace)) if config.trace else None
-        metrics = stack.enter_context(open(config.metrics_file, "a")) if config.metrics_file else None
+        metrics = None
+        if config.metrics_file:
+            metrics = stack.enter_context(open(config.metrics_file, "a", encoding="utf-8"))
         columns = shutil.get_terminal_size((120, 24)).columns
         self._progress = progress_of(config, sys.stderr, metrics=metrics, columns=columns)
         stack.callback(self._progress.close)
@@ -98,7 +107,10 @@ class Head:
             job.provenance(layout),
             len(job.index),
             job.index.samples,
+            prompts_per_row=job.index.prompts,
         )
+        if job.config.error_file is not None:
+            export_errors(published.path, job.config.error_file)
         remove_parts(folder)
         return published
 
@@ -109,6 +121,9 @@ class Head:
         if len(counts.seconds):
             percentiles = np.percentile(counts.seconds, (50, 95, 99)).tolist()
         routed = counts.routed
+        outputs = {"results": str(published.path)}
+        if self._job.config.error_file is not None:
+            outputs["errors"] = self._job.config.error_file
         return Summary(
             rows=published.rows,
             done=published.done,
@@ -128,13 +143,9 @@ class Head:
             sct_p99=percentiles[2],
             expert_tokens_mean=float(routed.mean()) if len(routed) else None,
             expert_tokens_max=float(routed.max()) if len(routed) else None,
-            outputs={"results": str(published.path)},
-            samples=[(self._prompt_text(row), text) for row, text in counts.shown],
+            outputs=outputs,
+            samples=[(self._reader.shown_prompt(row), text) for row, text in counts.shown],
         )
-
-    def _prompt_text(self, row: int) -> str:
-        requests = self._reader.read(row)
-        return self._job.tokenizer.decode(requests[0].prompt) if isinstance(requests, tuple) else ""
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bgmpi.errors import RowError
+from bgmpi.errors import InputError, RowError
 from bgmpi.io.requests import RowRefused
 from bgmpi.primitives import Arrived, Event, Ids, InputEnded, Refused
 from bgmpi.rank import Work
@@ -30,7 +30,8 @@ class Intake:
     """The rows that were read and have no rank yet.
 
     samples int32 [rows]: sequences of each row; context: the longest a sequence can become by the model, pool: by the
-    smallest rank's KV memory, both in tokens; refuse: takes the error answer of a row that never runs.
+    smallest rank's KV memory, both in tokens; strict: a bad row ends the job; refuse: takes the error answer of a row
+    that never runs.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Intake:
         *,
         context: int,
         pool: int,
+        strict: bool,
         clock: Callable[[], float],
         refuse: Callable[[Answer], None],
     ) -> None:
@@ -48,6 +50,7 @@ class Intake:
         self._reader = reader
         self._context = context
         self._pool = pool
+        self._strict = strict
         self._clock = clock
         self._refuse = refuse
         self._next_row = 0
@@ -76,6 +79,8 @@ class Intake:
             found = self._reader.read(row)
             found = self._without_giants(found) if isinstance(found, tuple) else found
             if isinstance(found, RowRefused):
+                if self._strict:
+                    raise InputError(f"--strict: {found.error.message}")
                 self._refuse(error_answer(found))
                 refused.append(np.arange(self.first[row], self.first[row + 1]))
                 continue

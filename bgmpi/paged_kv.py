@@ -1,7 +1,7 @@
 """Pages of KV: who holds which, and the law that none is ever lost (design law 4).
 
-A sequence holds whole pages of `page_tokens` tokens; each decoding sequence has two future pages reserved (paper A5), so
-a round of one page of steps can never run dry in its middle.  Reserving counts pages without naming them; only a
+A sequence holds whole pages of `page_tokens` tokens; each decoding sequence has two future pages reserved (paper A5),
+so a round of one page of steps can never run dry in its middle.  Reserving counts pages without naming them; only a
 reserved page can become a held one.  Every call either does all of what was asked or nothing (allocate, then commit).
 
 Knows slots, never sequences, tokens' values or devices.  Page tables are one array for all slots because every step
@@ -87,7 +87,8 @@ class PagedKV:
         self.reserved[slots] += given.astype(np.int32)
         self._reserved += int(given.sum())
         self._last = f"extend({len(slots)} slots)"
-        return slots[given < want]
+        lacking: NDArray[np.int64] = slots[given < want]
+        return lacking
 
     def close(self, slots: NDArray[np.int64]) -> None:
         """Give all pages of these slots back."""

@@ -20,7 +20,7 @@ import torch
 import bgmpi
 from bgmpi.architecture import Architecture
 from bgmpi.config import Config
-from bgmpi.errors import BgmpiError, InputError, MissingError, UsageError, WriteError
+from bgmpi.errors import BgmpiError, InputError, InternalError, MissingError, UsageError, WriteError
 from bgmpi.families import read_architecture
 from bgmpi.io.model_files import ModelFiles, check_files, open_model_files
 from bgmpi.io.publish import Provenance
@@ -89,6 +89,8 @@ def together(world: World, stage: Callable[[], T]) -> T:
     try:
         result = stage()
     except BgmpiError as error:
+        if isinstance(error, InternalError):
+            _LOG.exception("a fault of the program")
         failure = error
     world.agree(failure)
     return result  # type: ignore[return-value]
@@ -170,7 +172,7 @@ def _context(config: Config, architecture: Architecture) -> int:
     if asked is None:
         return architecture.positions
     if asked > architecture.positions:
-        raise UsageError(f"--max-model-len {asked} is more than the {architecture.positions} tokens the model was made for")
+        raise UsageError(f"--max-model-len {asked}: the model was made for at most {architecture.positions} tokens")
     return asked
 
 
@@ -204,10 +206,8 @@ def pages_that_fit(config: Config, one_page: int, context: int, node_ranks: int,
 
 def available_memory(environ: Mapping[str, str]) -> int:
     """Return the bytes that this node's ranks may still take: free memory, cgroup limit, Slurm's limit; the least."""
-    limits = []
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if os.path.exists(path):
             text = Path(path).read_text().strip()

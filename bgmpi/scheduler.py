@@ -4,9 +4,9 @@ It knows which sequences exist, in which state, and on which rank.  It has no I/
 what a round took is told by the reports.  So a decision is tested as two lists, replayed from the trace, and runs
 unchanged in front of a simulator.
 
-Placement: arrived sequences wait in order of arrival; each goes to the rank with the least estimated work that has room.
-A rank is given a little more than it can start at once, so a sequence that ends inside a round is replaced at once,
-but not so much that the ranks end unevenly.  Rejected: asking rank 0 at every step (a collective a token), and dealing
+Placement: arrived sequences wait in order of arrival; each goes to the rank with the least estimated work that has
+room.  A rank is given a little more than it can start at once, so a sequence that ends inside a round is replaced at
+once, but not so much that the ranks end unevenly.  Rejected: asking rank 0 at every step (a collective a token), and dealing
 the whole job out at the start (one rank would end long after the others).
 """
 

@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,14 +23,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bgmpi.errors import BgmpiError, ExitCode, UsageError
+from bgmpi.errors import BgmpiError, ExitCode
+from bgmpi.launcher import check_launch
 
 T = TypeVar("T")
 
-# Who started this process says how many it started; the first of these that is set knows best, because `mpiexec`
-# inside a Slurm batch script inherits Slurm's variables.
-_LAUNCH_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
-
+# Under `srun` an abort ends every task by SIGKILL and the exit code is lost; slurm/run_batch.sh reads it from here.
+CODE_FILE = "RUN_CODE_FILE"
 
 def _to_wire(value: Any) -> Any:
     if isinstance(value, np.ndarray):
@@ -57,29 +56,6 @@ def encode(value: Any) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Return MessagePack as `kind`; raises msgspec.ValidationError when it is something else."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
-
-
-def check_launch(size: int, environ: Mapping[str, str], *, allow_mismatch: bool = False) -> None:
-    """Raise UsageError when the launcher started more ranks than MPI sees (each would be rank 0 of 1).  Local.
-
-    environ: the process environment.  Source: conventions.md, Slurm.
-    """
-    name = next((name for name in _LAUNCH_COUNTS if environ.get(name, "").isdigit()), None)
-    if allow_mismatch or name is None or (name == "SLURM_NTASKS" and "SLURM_PROCID" not in environ):
-        return
-    if int(environ[name]) != size:
-        raise UsageError(
-            f"the launcher started {environ[name]} ranks ({name}) but MPI sees a world of {size}: launcher and MPI do "
-            f"not match. Under Slurm start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI), or with "
-            f"`mpiexec`; --allow-rank-mismatch goes on all the same."
-        )
-
-
-def threads_for(node_ranks: int, cores: int, environ: Mapping[str, str]) -> int:
-    """Return the threads a rank may use so that all of the node fit its `cores`; OMP_NUM_THREADS can lower it.  Pure."""
-    fitting = max(1, cores // node_ranks)
-    allowed = environ.get("OMP_NUM_THREADS", "")
-    return min(fitting, int(allowed)) if allowed.isdigit() and int(allowed) else fitting
 
 
 class World:
@@ -197,6 +173,8 @@ class World:
         lines = traceback.format_exception(error) if code == ExitCode.INTERNAL else [f"{error}\n"]
         sys.stderr.write("".join(f"rank {self.rank}/{self.host}: {part}" for part in lines))
         sys.stderr.flush()
+        if path := os.environ.get(CODE_FILE):
+            Path(path).write_text(str(int(code)))
         self._comm.Abort(int(code))
 
 

@@ -79,6 +79,18 @@ def export(
     return Exported(output, errors, answered, failed)
 
 
+def export_errors(results_path: str | os.PathLike[str], error_path: str | os.PathLike[str]) -> int:
+    """Write only the error rows of `results_path`, as `export` writes them; return how many."""
+    failed = 0
+    encode = msgspec.json.Encoder().encode
+    with open_results(results_path) as results, _text_file(Path(error_path), results.path.stat().st_size) as sink:
+        for row in results.rows():
+            if row.error is not None:
+                sink.write(encode(error_line(row, row.error)) + b"\n")
+                failed += 1
+    return failed
+
+
 @contextmanager
 def _text_file(path: Path, needed: int) -> Iterator[BinaryIO]:
     """Yield a file that takes the place of `path` when the block ends well; a pipe or a device is written directly."""

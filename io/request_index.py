@@ -1,7 +1,7 @@
 """One streaming pass over the input file, before any weight is loaded: where each row lies and what the job is.
 
-The pass keeps 44 bytes a row (offset, length, line, samples, digest of the custom_id) and never a line longer than
-`max_line_bytes`, so neither a million rows nor one huge line fills the memory.  It decides only what must be known of
+The pass keeps 48 bytes a row (offset, length, line, samples, prompts, digest of the custom_id) and never a line longer
+than `max_line_bytes`, so neither a million rows nor one huge line fills the memory.  It decides only what must be known of
 the whole file: how many sequences there are, whether chats occur, and that no two rows share a custom_id (answers
 could not be told apart; the one fault of a row that stops the job).  Everything else that is wrong with a line becomes
 that row's error when `RequestReader` reads it.  Rejected alternative: a set of custom_ids, 100 bytes a row and more.
@@ -49,7 +49,8 @@ class RequestIndex:
     """Where the rows of an input file lie.
 
     `offset`, `length` int64 [rows]: bytes in the file, without the line's end.  `line` int64 [rows].  `samples` int32
-    [rows]: how many sequences the row has, 1 when that cannot be read.  `first_chat_line` is 0 when no row is a chat.
+    [rows]: how many sequences the row has; `prompts` int32 [rows]: how many prompts they share evenly; both 1 when that
+    cannot be read.  `first_chat_line` is 0 when no row is a chat.
     `size` and `sha256` are of the whole file.
     """
 
@@ -57,6 +58,7 @@ class RequestIndex:
     length: NDArray[np.int64]
     line: NDArray[np.int64]
     samples: NDArray[np.int32]
+    prompts: NDArray[np.int32]
     size: int
     sha256: str
     first_chat_line: int
@@ -96,16 +98,17 @@ class _Growing:
 
     def __init__(self) -> None:
         self.offset, self.length, self.line = array("q"), array("q"), array("q")
-        self.samples = array("i")
+        self.samples, self.prompts = array("i"), array("i")
         self.digests = bytearray()
         self.first_chat_line = 0
 
-    def add(self, offset: int, length: int, line: int, facts: tuple[str | None, object, int]) -> None:
-        custom_id, url, samples = facts
+    def add(self, offset: int, length: int, line: int, facts: tuple[str | None, object, int, int]) -> None:
+        custom_id, url, samples, prompts = facts
         self.offset.append(offset)
         self.length.append(length)
         self.line.append(line)
         self.samples.append(samples)
+        self.prompts.append(prompts)
         self.digests += bytes(_DIGEST) if custom_id is None else _digest(custom_id)
         if url == CHAT_URL and not self.first_chat_line:
             self.first_chat_line = line
@@ -125,7 +128,7 @@ def scan_requests(path: Path | str, *, max_line_bytes: int = MAX_LINE_BYTES) -> 
     return RequestIndex(
         np.frombuffer(columns.offset, np.int64), np.frombuffer(columns.length, np.int64),
         np.frombuffer(columns.line, np.int64), np.frombuffer(columns.samples, np.int32),
-        size, digest.hexdigest(), columns.first_chat_line, max_line_bytes,
+        np.frombuffer(columns.prompts, np.int32), size, digest.hexdigest(), columns.first_chat_line, max_line_bytes,
     )
 
 
@@ -137,7 +140,7 @@ def _scan(file: BufferedReader, columns: _Growing, digest: Any, max_line_bytes: 
         digest.update(piece)
         start, offset = offset, offset + len(piece)
         if not piece.endswith(b"\n") and len(piece) == max_line_bytes + 2:
-            facts = (leading_custom_id(piece[:_HEAD_BYTES]), None, 1)
+            facts = (leading_custom_id(piece[:_HEAD_BYTES]), None, 1, 1)
             while piece and not piece.endswith(b"\n"):
                 piece = file.readline(_PIECE)
                 digest.update(piece)
@@ -172,35 +175,37 @@ def _open(path: Path) -> BufferedReader:
     return file
 
 
-def _row_facts(content: bytes, max_line_bytes: int) -> tuple[str | None, object, int]:
-    """Return custom_id (None when unusable), url and the number of samples of one line."""
+def _row_facts(content: bytes, max_line_bytes: int) -> tuple[str | None, object, int, int]:
+    """Return custom_id (None when unusable), url and the numbers of samples and prompts of one line."""
     if len(content) > max_line_bytes:
-        return leading_custom_id(content), None, 1
+        return leading_custom_id(content), None, 1, 1
     try:
         row = _read_line.decode(content)
         custom_id, url = row.custom_id, row.url
         body = _read_body.decode(row.body)
-        samples = sample_count(body.n, _prompt_count(url, body.prompt))
+        prompts = _prompt_count(url, body.prompt)
+        samples = sample_count(body.n, prompts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _odd_row_facts(content)
-    return usable_custom_id(custom_id), url, samples or 1
+    return usable_custom_id(custom_id), url, *((samples, prompts) if samples else (1, 1))
 
 
-def _odd_row_facts(content: bytes) -> tuple[str | None, object, int]:
+def _odd_row_facts(content: bytes) -> tuple[str | None, object, int, int]:
     """The same by the reader's own parser, for lines that the fast one refuses (lone surrogates, odd types)."""
     try:
         row = parse_line(content)[0]
     except ValueError:
-        return leading_custom_id(content), None, 1
+        return leading_custom_id(content), None, 1, 1
     if not isinstance(row, dict):
-        return None, None, 1
+        return None, None, 1, 1
     body, url = row.get("body"), row.get("url")
-    samples = None
+    samples, prompts = None, 1
     if isinstance(body, dict):
         prompt = body.get("prompt") if url == COMPLETIONS_URL else None
         many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-        samples = sample_count(body.get("n"), len(prompt) if many and prompt else 1)
-    return usable_custom_id(row.get("custom_id")), url, samples or 1
+        prompts = len(prompt) if many and prompt else 1
+        samples = sample_count(body.get("n"), prompts)
+    return usable_custom_id(row.get("custom_id")), url, *((samples, prompts) if samples else (1, 1))
 
 
 def _prompt_count(url: object, prompt: msgspec.Raw) -> int:

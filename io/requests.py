@@ -139,6 +139,21 @@ class RequestReader:
                              f"it was scanned and asks for {found} now; leave the file alone while the job runs")
         return requests
 
+    def shown_prompt(self, row: int) -> str:
+        """Return what a person would call the prompt of a row: a chat's last message, a completion's first text; ""
+        where that is no text."""
+        try:
+            body = self._parse(row).get("body")
+        except Refused:
+            return ""
+        if not isinstance(body, dict):
+            return ""
+        messages, shown = body.get("messages"), body.get("prompt")
+        if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+            shown = messages[-1].get("content")
+        first = shown[0] if isinstance(shown, list) and shown else shown
+        return first if isinstance(first, str) else ""
+
     def _parse(self, row: int) -> dict[str, Any]:
         length, limit = int(self._index.length[row]), self._index.max_line_bytes
         if length > limit:

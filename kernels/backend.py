@@ -46,7 +46,10 @@ class Experts(Protocol):
 
     def __call__(self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Run each token through its local experts and sum: x [T, D], expert int32 [T, A] (local number, -1 = not
-        here), weight float32 [T, A] -> [T, D] in x's dtype; zero rows for tokens without a local expert.  T may be 0."""
+        here), weight float32 [T, A] -> [T, D] in x's dtype, zero rows for tokens without a local expert.
+
+        T may be 0.
+        """
 
 
 class AttentionPlan(Protocol):

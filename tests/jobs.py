@@ -6,6 +6,7 @@ processes, on any number of ranks; what they left is read with plain h5py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def tokens_of(path: Path) -> list[list[int]]:
     with h5py.File(path, "r") as file:
         assert file.attrs["complete"] == 1
         offsets, values = file["tokens/offsets"][:], file["tokens/values"][:]
-    return [values[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [values[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
 
 def prompts(count: int, *, longest: int = 70, vocab: int = 500, seed: int = 7) -> list[list[int]]:

@@ -10,12 +10,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-
-from bgmpi.errors import InputError, WriteError
-from bgmpi.io.journal import read_journal
-from bgmpi.io.publish import publish
-from bgmpi.io.results import open_results
-from bgmpi.io.segments import SegmentWriter, finished, parts_folder
 from results_for_tests import (
     PROVENANCE,
     answer,
@@ -25,6 +19,12 @@ from results_for_tests import (
     publish_answers,
     write_segments,
 )
+
+from bgmpi.errors import InputError, WriteError
+from bgmpi.io.journal import read_journal
+from bgmpi.io.publish import publish
+from bgmpi.io.results import open_results
+from bgmpi.io.segments import SegmentWriter, finished, parts_folder
 
 FULL_DISK = """
 import sys

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from results_for_tests import answer, error, publish_answers
+
 from bgmpi.io.openai_lines import export
 from bgmpi.io.results import open_results
-from results_for_tests import answer, error, publish_answers
 
 BAD = (2, 7)
 

@@ -104,27 +104,6 @@ def test_help_comes_without_a_model(capsys):
 # --- launching ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("environ", "rank"), [
-    ({}, None),
-    ({"PMI_RANK": "2"}, 2),
-    ({"PMIX_RANK": "0"}, 0),
-    ({"OMPI_COMM_WORLD_RANK": "5"}, 5),
-    ({"SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 3),
-    ({"SLURM_PROCID": "0"}, None),
-    ({"SLURM_PROCID": "0", "SLURM_STEP_ID": str(2**32 - 5)}, None),
-])
-def test_a_rank_is_one_that_a_launcher_started_and_not_a_batch_script(environ, rank):
-    assert cli.launch_rank(environ) == rank
-
-
-@pytest.mark.parametrize(("ranks", "wanted", "cores", "allowed", "threads"), [
-    (2, None, 8, None, 4), (3, None, 8, None, 2), (8, None, 2, None, 1), (2, None, 8, "1", 1), (2, None, 8, "16", 4),
-    (2, 3, 8, None, 3), (2, None, 8, "", 4),
-])
-def test_ranks_times_threads_fit_the_cores_unless_told_otherwise(ranks, wanted, cores, allowed, threads):
-    assert cli.threads_for(ranks, wanted, cores, allowed) == threads
-
-
 def test_ranks_become_mpiexec_with_the_same_words(engine, monkeypatch, tmp_path):
     executed = {}
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from results_for_tests import COMPLETIONS, answer, error, logprobs, publish_answers
 
 from bgmpi.errors import InputError, MissingError, RowError, WriteError
 from bgmpi.io.openai_lines import TokenText, export
 from bgmpi.request import Answer, Finish, Logprobs
-from results_for_tests import COMPLETIONS, answer, error, logprobs, publish_answers
 
 NAMES = {1: b"He", 2: b"llo", 3: " wörld".encode(), 4: b"\xf0\x9f", 5: b"\x98\x80"}
 

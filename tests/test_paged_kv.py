@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bgmpi.paged_kv import PagedKV, PageError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from bgmpi.paged_kv import PagedKV, PageError
 
 
 def slots(*names: int) -> np.ndarray:

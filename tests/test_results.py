@@ -11,12 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from bgmpi.errors import InputError, InternalError, MissingError, RowError
-from bgmpi.io.publish import Provenance, publish, remove_parts
-from bgmpi.io.results import inspect, open_results
-from bgmpi.io.segments import parts_folder
-from bgmpi.request import Answer, Finish, Logprobs
 from results_for_tests import (
     COMPLETIONS,
     PROVENANCE,
@@ -27,6 +21,12 @@ from results_for_tests import (
     publish_answers,
     write_segments,
 )
+
+from bgmpi.errors import InputError, InternalError, MissingError, RowError
+from bgmpi.io.publish import Provenance, publish, remove_parts
+from bgmpi.io.results import inspect, open_results
+from bgmpi.io.segments import parts_folder
+from bgmpi.request import Answer, Finish, Logprobs
 
 # --- roundtrip ----------------------------------------------------------------------------------------------------
 

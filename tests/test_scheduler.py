@@ -6,12 +6,13 @@ from collections import deque
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
 from bgmpi.primitives import Admit, Arrived, InputEnded, Moved, Refused, Reported, Run, Stop
 from bgmpi.scheduler import Rules, Scheduler
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 RULES = Rules(round_steps=64, page_tokens=64)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from results_for_tests import answer, error, logprobs
 
 from bgmpi.errors import InternalError
 from bgmpi.io.journal import read_journal
 from bgmpi.io.segments import Segment, SegmentWriter, finished, parts_folder
-from results_for_tests import answer, error, logprobs
 
 WRITER = """
 import sys

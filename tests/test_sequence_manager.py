@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
 from bgmpi.request import Finish
 from bgmpi.sequence_manager import Entry, SequenceManager
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def entry(sequence: int, prompt: int, new: int) -> Entry:
