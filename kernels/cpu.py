@@ -7,16 +7,15 @@ It refuses to know sequences, rounds and files; a micro-batch is offsets and pag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError
-from bgmpi.kernels import cpu_attention, cpu_kernels, cpu_layers
+from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_kernels, cpu_layers
 from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, Linear
 from bgmpi.kernels.cpu_attention import CpuPlan
+from bgmpi.kernels.cpu_exchange import CpuExchanged
 from bgmpi.kernels.cpu_layers import ALONE, KIND
 from bgmpi.kernels.team import Team, bits
 
@@ -30,19 +29,6 @@ class Done:
 
     def wait(self) -> None:
         """Return once the copy has ended.  Local."""
-
-
-@dataclass(slots=True)
-class CpuExchanged:
-    """Tokens that came in one exchange and the way back."""
-
-    x: torch.Tensor
-    expert: torch.Tensor
-    weight: torch.Tensor
-    tokens: int
-    sent: torch.Tensor
-    sent_counts: NDArray[np.int64]
-    received_counts: NDArray[np.int64]
 
 
 def own_plan(plan: AttentionPlan) -> CpuPlan:
@@ -178,50 +164,13 @@ class CpuBackend:
         self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, owner: torch.Tensor, local: torch.Tensor
     ) -> CpuExchanged:
         """Collective over the expert ranks, also with T = 0 (see Backend.exchange)."""
-        nothing = np.zeros(0, np.int64)
         if self._collective is None:
-            here = local[expert.long()]
-            return CpuExchanged(x, here, weight, len(x), torch.empty(0, dtype=torch.int64), nothing, nothing)
-        return self._send(self._collective, x, expert, weight, owner, local)
-
-    def _send(
-        self, collective: Collective, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor,
-        owner: torch.Tensor, local: torch.Tensor,
-    ) -> CpuExchanged:
-        """Send rows of (x, expert, weight) bytes, ordered by rank, then token."""
-        place = owner[expert.long()]  # [T, A]
-        ranks = torch.arange(collective.size, dtype=place.dtype)
-        wanted = (place[None] == ranks[:, None, None]).any(2)  # [R, T]
-        target, token = wanted.nonzero(as_tuple=True)
-        counts = wanted.sum(1).numpy().astype(np.int64)
-        number = torch.where(place[token] == target[:, None], local[expert[token].long()], -1).to(torch.int32)
-        active, wide = expert.shape[1], x.shape[1] * x.element_size()
-        rows = torch.empty(len(token), wide + 8 * active, dtype=torch.uint8)
-        rows[:, :wide] = x[token].view(torch.uint8)
-        rows[:, wide : wide + 4 * active] = number.view(torch.uint8)
-        rows[:, wide + 4 * active :] = weight[token].view(torch.uint8)
-        incoming = collective.all_to_all_counts(counts)
-        arrived = torch.empty(int(incoming.sum()), rows.shape[1], dtype=torch.uint8)
-        size = rows.shape[1]
-        collective.all_to_all_bytes(rows.view(-1).numpy(), counts * size, arrived.view(-1).numpy(), incoming * size)
-        return CpuExchanged(
-            arrived[:, :wide].contiguous().view(x.dtype),
-            arrived[:, wide : wide + 4 * active].contiguous().view(torch.int32),
-            arrived[:, wide + 4 * active :].contiguous().view(torch.float32),
-            len(x), token, counts, incoming,
-        )
+            return cpu_exchange.stay(x, expert, weight, local)
+        return cpu_exchange.send(self._team, self._collective, x, expert, weight, owner, local)
 
     def give_back(self, exchanged: Exchanged, y: torch.Tensor) -> torch.Tensor:
         """Collective over the expert ranks.  Send y [N, D] back -> [T, D], parts summed in rank order in float32."""
         assert isinstance(exchanged, CpuExchanged), "give_back takes what exchange of the same backend returned"
         if self._collective is None:
             return y
-        size = y.shape[1] * y.element_size()
-        parts = torch.empty(len(exchanged.sent), y.shape[1], dtype=y.dtype)
-        self._collective.all_to_all_bytes(
-            y.contiguous().view(torch.uint8).view(-1).numpy(), exchanged.received_counts * size,
-            parts.view(torch.uint8).view(-1).numpy(), exchanged.sent_counts * size,
-        )
-        total = torch.zeros(exchanged.tokens, y.shape[1], dtype=torch.float32)
-        total.index_add_(0, exchanged.sent, parts.float())
-        return total.to(y.dtype)
+        return cpu_exchange.send_back(self._team, self._collective, exchanged, y)

@@ -85,11 +85,13 @@ def _emit_dots(builder: Any, rows: int, tokens: int, kind: int, args: Any) -> No
         for total in line:
             builder.store(zero, total)
     row_at = [builder.add(row, builder.mul(row_step, _I64(r))) for r in range(rows)]
+    ahead = builder.mul(row_step, _I64(rows))
     token_at = [builder.load(_pointer(builder, _element(builder, token_list, _I64(t), 8), _I64)) for t in range(tokens)]
 
     def step(begin: Any, mask: Any) -> None:
         token_values = [_load(builder, _element(builder, address, begin, 4), _F32, LANES, mask) for address in token_at]
         for line, address in zip(totals, row_at, strict=True):
+            _prefetch(builder, builder.add(_element(builder, address, begin, SIZE[kind]), ahead))
             row_values = _load_wide(builder, _element(builder, address, begin, SIZE[kind]), kind, LANES, mask)
             for total, values in zip(line, token_values, strict=True):
                 builder.store(_fma(builder, row_values, values, builder.load(total)), total)
@@ -99,6 +101,14 @@ def _emit_dots(builder: Any, rows: int, tokens: int, kind: int, args: Any) -> No
         for t, total in enumerate(line):
             address = builder.add(out, builder.add(builder.mul(out_step, _I64(t)), _I64(4 * r)))
             builder.store(_sum(builder, builder.load(total)), _pointer(builder, address, _F32))
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Ask for the cache line of this address; harmless wherever it points."""
+    pointer = _pointer(builder, address, ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(prefetch, [pointer, _I32(0), _I32(2), _I32(1)])
 
 
 def _emit_mix(builder: Any, tokens: int, kind: int, args: Any) -> None:
