@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -50,15 +51,18 @@ def run(config: Config) -> Summary:
         together(world, lambda: _check_ranks(config, world))
         job = prepare(config, world)
         clock = _common_clock(world, begun)
-        writer = _open_writer(job, world, clock)
+        parts = _load(job, world)
+        # Only now: a job whose weights cannot be loaded leaves no folder that its second try would stumble over.
+        writer = stack.enter_context(_open_writer(job, world, clock))
         tally = Tally(writer)
-        rank, pool = _open_rank(job, world, clock, tally)
+        rank = Rank(
+            world, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take, config.check
+        )
         world.barrier()
         loaded = clock()
-        stack.enter_context(writer)
         head = None
         if world.rank == 0:
-            head = Head(job, world.size, pool=pool, clock=clock, refuse=tally.take, stack=stack)
+            head = Head(job, world.size, pool=parts.pool, clock=clock, refuse=tally.take, stack=stack)
         _rounds(world, head, rank, writer)
         together(world, writer.close)
         return _finish(world, head, tally.counts(rank.executor.model.routed.numpy(force=True)), loaded)
@@ -126,8 +130,18 @@ def _open_writer(job: Job, world: World, clock: Callable[[], float]) -> SegmentW
     )
 
 
-def _open_rank(job: Job, world: World, clock: Callable[[], float], tally: Tally) -> tuple[Rank, int]:
-    """Collective over the world: load the weights, lay out memory; -> the rank, and the smallest pool in tokens."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a rank is made of.  pool: tokens of KV of the smallest rank."""
+
+    manager: SequenceManager
+    executor: Executor
+    sampler: Sampler
+    pool: int
+
+
+def _load(job: Job, world: World) -> Parts:
+    """Collective over the world: load the weights, lay out memory."""
     config, vocab = job.config, job.architecture.vocab
     slots = config.max_num_seqs
     cores, allowed = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
@@ -170,4 +184,4 @@ def _open_rank(job: Job, world: World, clock: Callable[[], float], tally: Tally)
         config.page_tokens,
         pages * one_page / 1e9,
     )
-    return Rank(world, manager, executor, sampler, job.tokenizer, clock, tally.take, config.check), pool
+    return Parts(manager, executor, sampler, pool)
