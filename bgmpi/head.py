@@ -71,10 +71,11 @@ class Head:
         self._trace = stack.enter_context(TraceWriter(config.trace)) if config.trace else None
         metrics = None
         if config.metrics_file:
-            metrics = stack.enter_context(open(config.metrics_file, "a", encoding="utf-8"))
+            metrics = stack.enter_context(open(config.metrics_file, "a", encoding="utf-8"))  # noqa: SIM115 - the stack closes it
         columns = shutil.get_terminal_size((120, 24)).columns
         self._progress = progress_of(config, sys.stderr, metrics=metrics, columns=columns)
         stack.callback(self._progress.close)
+        self._wasted = 0
         self._now = Snapshot(0, 0, self._intake.sequences, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
 
     def decide(self, reports: list[Reported]) -> list[Orders]:
@@ -138,6 +139,7 @@ class Head:
             errors=counts.errors,
             default_capped=counts.default_capped,
             preemptions=self._now.preemptions,
+            wasted_tokens=self._wasted,
             sct_p50=percentiles[0],
             sct_p95=percentiles[1],
             sct_p99=percentiles[2],
@@ -156,6 +158,7 @@ class Head:
         counts = self._scheduler.table.counts
         pages = sum(report.pool_pages for report in reports)
         yields = sum(len(m.sequences) for report in reports for m in report.moves if m.state == State.YIELDED)
+        self._wasted += sum(report.wasted_tokens for report in reports)
         self._now = Snapshot(
             done=int(counts[State.DONE]),
             failed=int(counts[State.FAILED]),

@@ -278,7 +278,9 @@ def test_the_console_script_gives_the_same_answers_on_two_ranks(job: Job, tmp_pa
         ("context", 2, ["--max-model-len"]),
     ],
 )
-def test_a_job_that_cannot_begin_says_why_and_leaves_nothing(job: Job, command: str, code: int, told: list[str]) -> None:
+def test_a_job_that_cannot_begin_says_why_and_leaves_nothing(
+    job: Job, command: str, code: int, told: list[str]
+) -> None:
     ran = job.ran[command]
     assert ran.code == code, ran
     errors = [one for one in ran.stderr.splitlines() if one.startswith("bgmpi: error: ")]
