@@ -22,12 +22,13 @@ from bgmpi.architecture import Architecture
 from bgmpi.config import Config
 from bgmpi.errors import BgmpiError, InputError, InternalError, MissingError, UsageError, WriteError
 from bgmpi.families import read_architecture
-from bgmpi.io.model_files import ModelFiles, check_files, open_model_files
+from bgmpi.io.model_files import ModelFiles, check_files, open_dummy_files, open_model_files
 from bgmpi.io.publish import Provenance
 from bgmpi.io.request_index import RequestIndex, scan_requests
 from bgmpi.io.requests import RequestLimits, RequestReader, SamplingDefaults, require_chat_template
 from bgmpi.io.segments import parts_folder
 from bgmpi.io.tokenizer import Tokenizer, open_tokenizer
+from bgmpi.tensor_names import expected_tensors
 from bgmpi.world import World
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ def prepare(config: Config, world: World) -> Job:
     """Collective over the world: open and check everything but the weights' data."""
     together(world, lambda: check_output(config) if world.rank == 0 else None)
     index = together(world, lambda: _scan(config) if world.rank == 0 else None)
-    files = together(world, lambda: open_model_files(Path(config.model or "")))
+    files = together(world, lambda: _files(config))
     config = together(world, lambda: config.with_model_defaults(files.generation_config))
     architecture = together(world, lambda: read_architecture(files.config))
     together(world, lambda: check_files(architecture, files))
@@ -128,6 +129,15 @@ def check_output(config: Config) -> None:
 
 def _scan(config: Config) -> RequestIndex:
     return scan_requests(Path(config.input_file or ""), max_line_bytes=config.max_line_bytes)
+
+
+def _files(config: Config) -> ModelFiles:
+    folder = Path(config.model or "")
+    if config.load_format != "dummy":
+        return open_model_files(folder)
+    dummy = open_dummy_files(folder)
+    dummy.promise(expected_tensors(read_architecture(dummy.config)))
+    return dummy
 
 
 def _eos(config: Mapping[str, object]) -> list[int]:

@@ -6,8 +6,8 @@ unchanged in front of a simulator.
 
 Placement: arrived sequences wait in order of arrival; each goes to the rank with the least estimated work that has
 room.  A rank is given a little more than it can start at once, so a sequence that ends inside a round is replaced at
-once, but not so much that the ranks end unevenly.  Rejected: asking rank 0 at every step (a collective a token), and dealing
-the whole job out at the start (one rank would end long after the others).
+once, but not so much that the ranks end unevenly.  Rejected: asking rank 0 at every step (a collective a token), and
+dealing the whole job out at the start (one rank would end long after the others).
 """
 
 from __future__ import annotations

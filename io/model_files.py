@@ -121,6 +121,37 @@ class ModelFiles:
         return int(rows), int(columns)
 
 
+class DummyFiles(ModelFiles):
+    """Random weights of a model's shape, for trying sizes and speeds (--load-format dummy).
+
+    Every tensor is drawn from its own name, so all ranks see the same model.
+    """
+
+    def promise(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Hold tensors of these names and shapes."""
+        self._shape = dict(shapes)
+        self.index_hash = "dummy"
+        self.notes.append("weights are random (--load-format dummy): the text will be noise")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the random tensor of that name, float32: norms are ones, all else normal with deviation 0.02."""
+        self._require(name)
+        shape = self._shape[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+    def read(self, name: str, allow_nonfinite: bool = False) -> torch.Tensor:
+        """Return the tensor; it is finite."""
+        return self.tensor(name)
+
+
+def open_dummy_files(folder: Path) -> DummyFiles:
+    """Open a folder for its configs alone; no weights need be there.  Raises MissingError or InputError."""
+    return DummyFiles(folder, _read_json(folder / "config.json"), _read_json(folder / "generation_config.json", {}))
+
+
 def _finite(tensor: torch.Tensor) -> bool:
     """Say whether all numbers are finite, without a mask as large as the tensor."""
     low, high = torch.aminmax(tensor)

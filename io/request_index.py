@@ -1,10 +1,11 @@
 """One streaming pass over the input file, before any weight is loaded: where each row lies and what the job is.
 
-The pass keeps 48 bytes a row (offset, length, line, samples, prompts, digest of the custom_id) and never a line longer
-than `max_line_bytes`, so neither a million rows nor one huge line fills the memory.  It decides only what must be known of
-the whole file: how many sequences there are, whether chats occur, and that no two rows share a custom_id (answers
-could not be told apart; the one fault of a row that stops the job).  Everything else that is wrong with a line becomes
-that row's error when `RequestReader` reads it.  Rejected alternative: a set of custom_ids, 100 bytes a row and more.
+The pass keeps 48 bytes a row (offset, length, line, samples, prompts, digest of the custom_id) and never a line
+longer than `max_line_bytes`, so neither a million rows nor one huge line fills the memory.  It decides only what must
+be known of the whole file: how many sequences there are, whether chats occur, and that no two rows share a custom_id
+(answers could not be told apart; the one fault of a row that stops the job).  Everything else that is wrong with a
+line becomes that row's error when `RequestReader` reads it.  Rejected alternative: a set of custom_ids, 100 bytes a
+row and more.
 
 Rows are numbered from 0 over the non-blank lines; lines are physical and counted from 1.
 """

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import checkpoints
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from bgmpi.errors import ExitCode, InputError, MissingError
 from bgmpi.families import read_architecture
-from bgmpi.io.model_files import check_files, open_model_files, unpack_blocks
+from bgmpi.io.model_files import check_files, open_dummy_files, open_model_files, unpack_blocks
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -190,3 +191,16 @@ def test_a_scale_without_its_packed_tensor_is_a_tensor_like_any_other(tmp_path):
     files = open_model_files(write(tmp_path / "m", llama() | {"model.norm.weight_scale_inv": torch.ones(1)}))
     with pytest.raises(InputError, match=r"1 unused: model\.norm\.weight_scale_inv"):
         check_files(read_architecture(files.config), files)
+
+
+def test_dummy_weights_need_no_file_and_are_the_same_on_every_rank(tmp_path: Path) -> None:
+    checkpoints.make("mixtral", tmp_path)
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    shapes = {"model.norm.weight": (8,), "a.weight": (4, 8), "b.weight": (4, 8)}
+    first, second = open_dummy_files(tmp_path), open_dummy_files(tmp_path)
+    for files in (first, second):
+        files.promise(shapes)
+    assert torch.equal(first.read("a.weight"), second.read("a.weight"))
+    assert not torch.equal(first.read("a.weight"), first.read("b.weight"))
+    assert torch.equal(first.read("model.norm.weight"), torch.ones(8))
