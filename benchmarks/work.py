@@ -27,7 +27,10 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from bgmpi.api import run_batch
+from bgmpi.config import resolve
 from bgmpi.io.demo_model import cache_folder
+from bgmpi.report import Summary
 
 #: Raise it when the same parameters come to mean other bytes.
 RECIPE = 1
@@ -170,6 +173,13 @@ def write_requests(lengths: Lengths, vocab: int, path: Path) -> Path:
             one = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
             file.write(json.dumps(one) + "\n")
     return path
+
+
+def run_job(model: Path, requests: Path, output: Path, threads: int, *words: str) -> Summary:
+    """Run one job in this process, quietly, with further `words` of `bgmpi run`.  One rank."""
+    quiet = "--overwrite", "--progress", "off", "--log-level", "warning"
+    files = "--model", str(model), "--input-file", str(requests), "--output-file", str(output)
+    return run_batch(resolve([*files, "--threads", str(threads), *quiet, *words], {}))
 
 
 def _write_model(shape: ModelShape, folder: Path) -> Path:
