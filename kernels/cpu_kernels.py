@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from bgmpi.kernels.vector_code import at, draw, exponential, make_dots, make_mix, narrow, widen
+from bgmpi.kernels.vector_code import at, draw, exponential, largest, make_dots, make_mix, narrow, summed, widen
 
 dots_4x4 = make_dots(4, 4)
 dots_4x1 = make_dots(4, 1)
@@ -325,20 +325,16 @@ def attend_page(word, row, place, count, heads, queries, score, best, total, acc
     step, kind, room = word[9], word[17], score.shape[1]
     many_dots(row, step, count, queries, heads, score.ctypes.data, 4 * room, word[15], kind)
     for h in range(heads):
-        top = best[h]
-        for j in range(count):
-            top = max(top, score[h, j] * scale)
+        scores = score.ctypes.data + 4 * h * room
+        top = largest(scores, count) * scale
         if top > best[h]:
             shrink = np.float32(np.exp(best[h] - top))
             total[h] *= shrink
             for i in range(word[16]):
                 acc[h, i] *= shrink
             best[h] = top
-        exponential(score.ctypes.data + 4 * h * room, score.ctypes.data + 4 * h * room, count, scale, best[h])
-        part = np.float32(0.0)
-        for j in range(count):
-            part += score[h, j]
-        total[h] += part
+        exponential(scores, scores, count, scale, best[h])
+        total[h] += summed(scores, count)
     h = 0
     while h < heads:
         share, target = score.ctypes.data + 4 * h * room, acc.ctypes.data + 4 * h * word[16]
@@ -373,14 +369,16 @@ def attend(p):
         number = draw(word.ctypes.data)
         if number >= word[14]:
             break
-        token, sequence, begin, end, group, part = tasks[number]
+        token, sequence, begin, end = tasks[number, 0], tasks[number, 1], tasks[number, 2], tasks[number, 3]
+        group, part = tasks[number, 4], tasks[number, 5]
         table = carray(at(word[10] + 4 * sequence * word[11]), word[11], np.int32)
         head = group * block
         heads = min(block, word[20] - head)
         widen(word[1] + token * word[2] + head * key_width * word[18], query.ctypes.data, heads * key_width, word[17])
-        best[:] = -np.inf
-        total[:] = 0
-        acc[:] = 0
+        for h in range(heads):
+            best[h], total[h] = -np.inf, 0
+            for i in range(width):
+                acc[h, i] = 0
         while begin < end:
             slot = begin % page_tokens
             count = min(page_tokens - slot, end - begin)
@@ -392,7 +390,8 @@ def attend(p):
             if part >= 0:
                 kept = word[22] + 4 * (part * block + h) * (width + 2)
                 state = carray(at(kept), width + 2, np.float32)
-                state[:width] = acc[h]
+                for i in range(width):
+                    state[i] = acc[h, i]
                 state[width] = best[h]
                 state[width + 1] = total[h]
             else:
@@ -467,7 +466,9 @@ def route(p):
             counts[rank] += 1
         for k in range(held, active):
             rows[t, k] = -1
-    filled = np.cumsum(counts) - counts
+    filled = np.zeros(ranks, np.int64)
+    for r in range(1, ranks):
+        filled[r] = filled[r - 1] + counts[r - 1]
     for t in range(tokens):
         for k in range(active):
             rank = rows[t, k]

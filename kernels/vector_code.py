@@ -70,11 +70,27 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(fma, [a, b, c])
 
 
-def _sum(builder: Any, vector: Any) -> Any:
-    kind = ir.FunctionType(_F32, [_F32, vector.type])
-    name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
-    reduce = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(reduce, [ir.Constant(_F32, 0.0), vector], fastmath=("reassoc",))
+def _sums(builder: Any, vectors: list[Any]) -> list[Any]:
+    """Sum the lanes of 1, 2, 4, 8 or 16 vectors: always halves first, so a sum is the same whoever shares the call."""
+
+    def lanes(*numbers: int) -> Any:
+        return ir.Constant(ir.VectorType(_I32, LANES), list(numbers))
+
+    group, count = LANES, len(vectors)
+    while len(vectors) > 1:  # each pair becomes one vector with groups of half the size
+        half = group // 2
+        low = [lane for start in range(0, 2 * LANES, group) for lane in range(start, start + half)]
+        high = [lane + half for lane in low]
+        vectors = [
+            builder.fadd(builder.shuffle_vector(a, b, lanes(*low)), builder.shuffle_vector(a, b, lanes(*high)))
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        group = half
+    total = vectors[0]
+    for half in (size for size in (8, 4, 2, 1) if size < group):
+        other = lanes(*((lane + half) % LANES for lane in range(LANES)))
+        total = builder.fadd(total, builder.shuffle_vector(total, total, other))
+    return [builder.extract_element(total, _I32(number * group)) for number in range(count)]
 
 
 def _emit_dots(builder: Any, rows: int, tokens: int, kind: int, args: Any) -> None:
@@ -97,10 +113,11 @@ def _emit_dots(builder: Any, rows: int, tokens: int, kind: int, args: Any) -> No
                 builder.store(_fma(builder, row_values, values, builder.load(total)), total)
 
     _in_strips(builder, width, LANES, step)
-    for r, line in enumerate(totals):
-        for t, total in enumerate(line):
-            address = builder.add(out, builder.add(builder.mul(out_step, _I64(t)), _I64(4 * r)))
-            builder.store(_sum(builder, builder.load(total)), _pointer(builder, address, _F32))
+    sums = _sums(builder, [builder.load(totals[r][t]) for t in range(tokens) for r in range(rows)])
+    for number, value in enumerate(sums):
+        t, r = divmod(number, rows)
+        address = builder.add(out, builder.add(builder.mul(out_step, _I64(t)), _I64(4 * r)))
+        builder.store(value, _pointer(builder, address, _F32))
 
 
 def _prefetch(builder: Any, address: Any) -> None:
@@ -329,3 +346,46 @@ def exponential(typing: Any, source: Any, target: Any, count: Any, scale: Any, s
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.float32, types.float32), code
+
+
+def _fold(builder: Any, source: Any, count: Any, empty: float, fold: Callable[[Any, Any], Any]) -> Any:
+    """Fold float32 numbers lane by lane; lanes behind the last number are `empty`."""
+    kind = ir.VectorType(_F32, LANES)
+    nothing = ir.Constant(kind, [empty] * LANES)
+    total = cgutils.alloca_once(builder, kind)
+    builder.store(nothing, total)
+
+    def strip(begin: Any, mask: Any) -> None:
+        x = _load(builder, _element(builder, source, begin, 4), _F32, LANES, mask)
+        x = x if mask is None else builder.select(mask, x, nothing)
+        builder.store(fold(builder.load(total), x), total)
+
+    _in_strips(builder, count, LANES, strip)
+    return builder.load(total)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def largest(typing: Any, source: Any, count: Any) -> Any:
+    """Return the largest of `count` float32 numbers, passing over NaN; -inf of none."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(_F32, LANES)
+        function = ir.FunctionType(kind, [kind, kind])
+        larger = cgutils.get_or_insert_function(builder.module, function, f"llvm.maxnum.v{LANES}f32")
+        lanes = _fold(builder, args[0], args[1], float("-inf"), lambda a, b: builder.call(larger, [a, b]))
+        for half in (8, 4, 2, 1):
+            turn = ir.Constant(ir.VectorType(_I32, LANES), [(lane + half) % LANES for lane in range(LANES)])
+            lanes = builder.call(larger, [lanes, builder.shuffle_vector(lanes, lanes, turn)])
+        return builder.extract_element(lanes, _I32(0))
+
+    return types.float32(types.int64, types.int64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def summed(typing: Any, source: Any, count: Any) -> Any:
+    """Return the sum of `count` float32 numbers, in an order fixed by the count."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _sums(builder, [_fold(builder, args[0], args[1], 0.0, builder.fadd)])[0]
+
+    return types.float32(types.int64, types.int64), code
