@@ -49,6 +49,7 @@ def run(config: Config) -> Summary:
         world = stack.enter_context(open_world(allow_mismatch=config.allow_rank_mismatch))
         log.configure(world.rank, world.host, config.log_level)
         together(world, lambda: _check_ranks(config, world))
+        _name_processes(world)
         job = prepare(config, world)
         clock = _common_clock(world, begun)
         parts = _load(job, world)
@@ -104,6 +105,19 @@ def _finish(world: World, head: Head | None, counts: Counts, loaded: float) -> S
 def _check_ranks(config: Config, world: World) -> None:
     if config.ranks is not None and config.ranks != world.size:
         raise UsageError(f"--ranks {config.ranks}, but the launcher started {world.size}; leave --ranks out")
+
+
+def _name_processes(world: World) -> None:
+    """Collective over the world: log every rank's PID, all that launcher and kernel tell of a killed one."""
+    everyone = world.gather((world.host, os.getpid()))
+    if world.size == 1 or everyone is None:
+        return
+    named: dict[str, list[str]] = {}
+    for rank, one in enumerate(everyone):
+        host, pid = decode(one, tuple[str, int])
+        named.setdefault(host, []).append(f"{rank} is PID {pid}")
+    for host, ranks in named.items():
+        _LOG.info("on %s rank %s", host, ", ".join(ranks))
 
 
 def _common_clock(world: World, begun: float) -> Callable[[], float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [FAULT, vocab["an"], vocab["er"], BAD, vocab["on"]],
         [FLAT, vocab["re"], EVEN],
     ]
-    follows = {before: after for way in ways for before, after in zip(way[:-1], way[1:], strict=True)}
+    follows = {before: after for way in ways for before, after in pairwise(way)}
     make_chain(folder, follows, eos_token_id=7)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     return folder

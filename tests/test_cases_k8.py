@@ -1,0 +1,159 @@
+"""Public faults of kind K8 (collective progress): idle and hot experts, and a rank that fails alone (C55 to C57)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import checkpoints
+import jobs
+import launch
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sessions import session
+from tokenizers_for_tests import make_tokenizer
+
+from bgmpi.io.segments import finished, parts_folder
+
+BIAS = "mlp.gate.e_score_correction_bias"
+TOKENS = 5
+EQUAL = [(13 * at) % 480 + 3 for at in range(16)]
+
+
+def make_routed(folder: Path, *, chosen: int = 1, hot: bool) -> Path:
+    """Write a model of 16 experts, `chosen` of them a token; `hot`: always the first ones, by the selection bias."""
+    checkpoints.make("kimi_k2", folder, num_experts_per_tok=chosen)
+    make_tokenizer(folder)
+    if hot:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for name in [name for name in tensors if name.endswith(BIAS)]:
+            tensors[name] = torch.zeros_like(tensors[name])
+            tensors[name][:chosen] = 100
+        save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """Return the reference's answer; ids without a text are never taken."""
+    model, tokens = checkpoints.reference(folder), list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1, :500].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("k8")
+    return {
+        "spread": make_routed(root / "spread", hot=False),
+        "hot": make_routed(root / "hot", hot=True),
+        "few": make_routed(root / "few", chosen=4, hot=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, tuple[list[int], list[int]]]:
+    """The reference's answers to one token and to the prompt of 16."""
+    return {name: (greedy(folder, [77], TOKENS), greedy(folder, EQUAL, TOKENS)) for name, folder in models.items()}
+
+
+@launch.on_ranks(1, 4)
+def test_c55_c56_idle_and_hot_experts_give_the_answers_of_the_reference(
+    models: dict[str, Path], expected: dict[str, tuple[list[int], list[int]]], ranks: int, tmp_path: Path
+) -> None:
+    """C55: one token for 16 experts, and all tokens for expert 0; C56: 64 equal prompts of 16 tokens, 1,024 in all."""
+    usual = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    one = jobs.write_requests(tmp_path / "one.jsonl", [{"prompt": [77]} | usual])
+    many = jobs.write_requests(tmp_path / "many.jsonl", [{"prompt": EQUAL} | usual] * 64)
+    small = ["--max-num-seqs", "32", "--max-num-batched-tokens", "128", "--b-attn", "48", "--b-moe", "40"]
+    shapes: dict[str, tuple[str, Path, list[str]]] = {
+        "spread-one": ("spread", one, []),
+        "hot-one": ("hot", one, []),
+        "hot-many": ("hot", many, []),
+        "few-many": ("few", many, small),
+    }
+    commands: list[list[str | Path]] = [
+        ["run", "--model", models[name], "-i", requests, "-o", tmp_path / f"{key}.h5", "--dtype", "float32", "--check",
+         *more]
+        for key, (name, requests, more) in shapes.items()
+    ]  # fmt: skip
+    ran = dict(zip(shapes, session(ranks, commands, tmp_path), strict=True))
+    assert {key: one.code for key, one in ran.items()} == dict.fromkeys(shapes, 0), ran
+    for key, (name, requests, _) in shapes.items():
+        alone, together = expected[name]
+        assert jobs.tokens_of(tmp_path / f"{key}.h5") == ([alone] if requests is one else [together] * 64), key
+    assert "the busiest 16.00 times that" in ran["hot-many"].stdout
+    assert "the busiest 4.00 times that" in ran["few-many"].stdout
+
+
+# --- C57: one rank fails ----------------------------------------------------------------------------------------------
+
+_AT_STEP_3 = """
+import os, signal, sys
+from bgmpi.executor import Executor
+whole, made = Executor.step, []
+def step(self, *arguments):
+    made.append(1)
+    if len(made) == 3 and os.environ["PMI_RANK"] == RANK:
+        FAULT
+    return whole(self, *arguments)
+Executor.step = step
+"""
+_AT_ROW_5 = """
+import sys
+from bgmpi.io.requests import RequestReader
+whole = RequestReader.read
+def read(self, row):
+    if row == 5:
+        raise OSError("injected: the disk went away")
+    return whole(self, row)
+RequestReader.read = read
+"""
+_RUN = """
+from bgmpi.cli import main
+sys.exit(main())
+"""
+
+
+def at_step_3(rank: int, fault: str) -> str:
+    return _AT_STEP_3.replace("RANK\"] == RANK", f'RANK"] == "{rank}"').replace("FAULT", fault)
+
+
+@pytest.mark.mpi(3)
+@pytest.mark.parametrize(
+    ("family", "fault", "told"),
+    [
+        pytest.param(
+            "mixtral",
+            at_step_3(1, 'raise RuntimeError("injected: a kernel broke")'),
+            ["rank 1/", "RuntimeError: injected: a kernel broke", "Traceback"],
+            id="raise-on-rank-1",
+        ),
+        pytest.param("llama", at_step_3(2, "os.kill(os.getpid(), signal.SIGKILL)"), [], id="kill-rank-2"),
+        pytest.param("llama", _AT_ROW_5, ["rank 0/", "injected: the disk went away"], id="read-error-on-rank-0"),
+    ],
+)
+def test_c57_a_rank_that_fails_alone_ends_all_and_is_named(
+    tmp_path: Path, family: str, fault: str, told: list[str]
+) -> None:
+    model = make_tokenizer(checkpoints.make(family, tmp_path / "model"))
+    short = [{"prompt": [at + 3], "max_tokens": 1, "temperature": 0} for at in range(6)]
+    long = [{"prompt": [at + 3], "max_tokens": 300, "temperature": 0, "ignore_eos": True} for at in range(6)]
+    requests = jobs.write_requests(tmp_path / "r.jsonl", short + long)
+    output = tmp_path / "out.h5"
+    argv = ["run", "--model", model, "-i", requests, "-o", output, "--dtype", "float32", "--segment-seconds", "0"]
+    ended = launch.mpiexec(3, [sys.executable, "-c", fault + _RUN, *argv], limit=60)
+    assert ended.returncode not in (0, 2, 3), ended
+    assert all(word in ended.stderr for word in told), ended
+    if not told:  # a killed rank says nothing: launcher and kernel name a process, the log has its rank
+        named = re.search(r"PID (\d+)", ended.stdout)
+        assert named and "signal 9" in ended.stdout, ended
+        assert f"is PID {named[1]}" in ended.stderr, ended
+    assert not output.exists()
+    if fault is not _AT_ROW_5:
+        kept = set(finished(parts_folder(output)).row.tolist())
+        assert kept and kept <= set(range(6)), "rows that ended before the fault are in segments"
