@@ -114,17 +114,34 @@ def prepare(config: Config, world: World) -> Job:
 
 
 def check_output(config: Config) -> None:
-    """Raise before any work when the output cannot be written or would be overwritten unasked."""
+    """Raise before any work when a file cannot be written, is named twice, or would be overwritten unasked."""
     output = Path(config.output_file)
-    if output.is_dir():
-        raise UsageError(f"--output-file {output} is a folder; name a file")
-    if not output.parent.is_dir():
-        raise MissingError(f"--output-file {output}: the folder {output.parent} is not there; make it first")
-    if not os.access(output.parent, os.W_OK):
-        raise WriteError(f"--output-file {output}: no permission to write in {output.parent}")
+    taken = {os.path.realpath(config.input_file): "--input-file"} if config.input_file else {}
+    for flag, name in (
+        ("--output-file", config.output_file),
+        ("--error-file", config.error_file),
+        ("--metrics-file", config.metrics_file),
+        ("--trace", config.trace),
+    ):
+        if name is None:
+            continue
+        _check_place(flag, Path(name))
+        other = taken.setdefault(os.path.realpath(name), flag)
+        if other != flag:
+            raise UsageError(f"{other} and {flag} are the same file {name}; name another for one of them")
     for path in (output, parts_folder(output)):
         if path.exists() and not config.overwrite:
             raise UsageError(f"{path} exists; pass --overwrite to replace it, or another --output-file")
+
+
+def _check_place(flag: str, path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"{flag} {path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise MissingError(f"{flag} {path}: the folder {path.parent} is not there; make it first")
+    written = path if path.exists() and not path.is_file() else path.parent
+    if not os.access(written, os.W_OK):
+        raise WriteError(f"{flag} {path}: no permission to write in {written}")
 
 
 def _scan(config: Config) -> RequestIndex:

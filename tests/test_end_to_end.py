@@ -22,6 +22,9 @@ from safetensors.torch import load_file, save_file
 from sessions import Ran, line, session
 from tokenizers_for_tests import make_tokenizer
 
+from bgmpi.api import run_batch
+from bgmpi.config import resolve
+from bgmpi.errors import UsageError
 from bgmpi.io.results import open_results
 
 CHAT = "/v1/chat/completions"
@@ -122,8 +125,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         "blank": "\n  \n",
         "chat": chat("a"),
         "text": text("a", "hi"),
+        "again": text("a", "hi") + '\n{"custom_id":"c02","body":3}\n',
     }.items():
         (root / f"{name}.jsonl").write_text(content)
+    (root / "again.h5").write_bytes(b"old results")
     (root / "there.h5").write_bytes(b"somebody's results")
 
     def run(name: str, *more: str | Path, model: Path = model, out: str | None = None) -> list[str | Path]:
@@ -148,6 +153,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         "bad config": run("chat", model=garbled, out="x"),
         "exists": run("chat", out="there"),
         "no folder": run("chat", out="none/x"),
+        "no trace folder": run("chat", "--trace", root / "none" / "t", out="x"),
+        "no metrics folder": run("chat", "--metrics-file", root / "none" / "t", out="x"),
+        "no errors folder": run("chat", "--error-file", root / "none" / "t", out="x"),
+        "errors over results": run("chat", "--error-file", root / "x.h5", out="x"),
+        "results over input": ["run", "--model", model, "-i", root / "chat.jsonl", "-o", root / "chat.jsonl",
+                               "--overwrite"],
         "no template": run("chat", model=broken, out="x"),
         "nan": run("text", model=broken, out="x"),
         "no kv": run("text", "--kv-memory", "100", out="x"),
@@ -156,6 +167,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         "export empty": export("empty"),
         "inspect empty": ["inspect", root / "empty.h5"],
         "blank": run("blank"),
+        "strict": run("mixed", "--max-model-len", str(CONTEXT), "--strict", out="strict"),
+        "again": run("again", "--overwrite", "--error-file", root / "again.errors.jsonl"),
         "template": run("chat", "--chat-template", "{{ messages[0].content }}", out="template"),
     }
     ran = session(1, list(commands.values()), root)
@@ -256,6 +269,28 @@ def test_the_console_script_gives_the_same_answers_on_two_ranks(job: Job, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["mixed.h5"], "segments are removed when the file is published"
 
 
+def test_strict_stops_at_the_first_bad_line(job: Job) -> None:
+    assert job.ran["strict"].code == 65
+    assert "bgmpi: error: --strict: line 5: " in job.ran["strict"].stderr
+    assert not (job.folder / "strict.h5").exists()
+
+
+def test_overwriting_replaces_the_results_and_error_rows_are_written_on_request(job: Job) -> None:
+    assert job.ran["again"].code == 3, job.ran["again"].stderr
+    assert list(good_ids(job.folder / "again.h5")) == ["a"]
+    errors = [json.loads(one) for one in (job.folder / "again.errors.jsonl").read_text().splitlines()]
+    assert [(one["custom_id"], one["error"]["line"]) for one in errors] == [("c02", 2)]
+
+
+def test_c80_a_list_of_limits_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--max-tokens"):
+        resolve(["--model", "m", "-i", "three-prompts.jsonl", "--max-tokens", "4,4"], {})
+    with pytest.raises(UsageError, match="max_tokens"):
+        resolve(["--model", "m"], {}, "max_tokens = [4, 4]")
+    with pytest.raises(UsageError, match="--input-file"):
+        run_batch(resolve(["--model", str(tmp_path)], {}))
+
+
 # --- jobs that cannot begin -----------------------------------------------------------------------------------------
 
 
@@ -272,6 +307,11 @@ def test_the_console_script_gives_the_same_answers_on_two_ranks(job: Job, tmp_pa
         ("bad config", 65, ["config.json"]),
         ("exists", 2, ["there.h5", "--overwrite"]),
         ("no folder", 66, ["none"]),
+        ("no trace folder", 66, ["--trace"]),
+        ("no metrics folder", 66, ["--metrics-file"]),
+        ("no errors folder", 66, ["--error-file"]),
+        ("errors over results", 2, ["--output-file and --error-file"]),
+        ("results over input", 2, ["--input-file and --output-file"]),
         pytest.param("no template", 2, ["--chat-template"], id="c26-before-weights-that-would-be-refused"),
         pytest.param("nan", 65, ["lm_head.weight", "--allow-nonfinite"], id="c49-weights-that-are-refused"),
         ("no kv", 2, ["--kv-memory"]),
