@@ -169,6 +169,8 @@ def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
         if not name.startswith((*_LAUNCHERS, "BGMPI_")) or name == "SLURM_CONF"
     }
     result |= {"PYTHONFAULTHANDLER": "1", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    # More ranks than cores: a rank that waits in MPICH must give its core away at once.
+    result.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     for name, value in changes.items():
         if value is None:
             result.pop(name, None)
