@@ -5,8 +5,8 @@ they run no weight is read.  The limit is a tenth of the step, one rank with two
 
 What is a kernel: the self time of every torch operator (torch's own profiler) and the time inside every compiled
 kernel, from the moment the C function is entered.  Everything else is overhead: bookkeeping, numpy, the Python around
-the calls inside kernels/ too.  There is no MPI at one rank.  Steps of one job take turns: some run untouched, some
-under torch's profiler, some under cProfile, which tells what to cut.
+the calls inside kernels/ too.  There is no MPI at one rank.  Steps of one job take turns: most run untouched, some
+under torch's profiler.
 
 Wall and kernels come from the same profiled steps, so that a busy neighbour slows both alike.  The profiler costs c an
 operator, measured here: of an operator called from Python it falls outside the operator's time, of one called by
@@ -14,7 +14,8 @@ another operator into that one's.  So overhead = wall - kernels - c * outer, ste
 the untouched steps.  The share without this correction is printed beside, as an upper bound.
 
 The baseline in the same run is a twin: a random model of the same depth, experts and heads' number, so narrow that
-arithmetic costs nothing.  Its whole step is overhead, dispatch included, and should be near the figure found.
+arithmetic costs nothing.  Its whole step is overhead, dispatch included, so it should be near the figure found, and
+some of its steps run under cProfile to tell which functions to cut.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Turns:
     functions: what cProfile saw."""
 
     cost: float
-    modes: tuple[str, ...] = tuple(BLOCKS)
+    modes: tuple[str, ...]
     walls: dict[str, list[float]] = field(default_factory=lambda: {mode: [] for mode in BLOCKS})
     profiled: list[Profiled] = field(default_factory=list)
     functions: cProfile.Profile = field(default_factory=cProfile.Profile)
@@ -208,8 +209,8 @@ def print_functions(seen: cProfile.Profile, steps: int) -> None:
     rows = []
     for (file, _, name), (_, calls, own, _, _) in pstats.Stats(seen).stats.items():  # type: ignore[attr-defined]
         rows.append((own / steps * 1e6, calls / steps, name if file == "~" else f"{Path(file).name}:{name}"))
-    print(f"most costly by own time, under cProfile, which makes calls dearer; operators such as + and [] count as the "
-          f"function's own\n{'us a step':>10} {'calls':>8}  function")
+    print(f"most costly functions of the narrow twin by own time (under cProfile, which makes calls dearer; operators "
+          f"such as + and [] count as the function's own)\n{'us a step':>10} {'calls':>8}  function")
     for own, calls, name in sorted(rows, reverse=True)[:SHOWN]:
         print(f"{own:>10.0f} {calls:>8.1f}  {name}")
 
@@ -246,14 +247,14 @@ def main() -> None:
     asked = parser.parse_args()
     steps = 30 if asked.quick else 110
     cost = profiler_cost()
-    turns, twin = Turns(cost), Turns(cost, modes=("untouched",))
+    turns, twin = Turns(cost, modes=("untouched", "kernels")), Turns(cost, modes=("untouched", "functions"))
     with tempfile.TemporaryDirectory(prefix="bgmpi-profile-") as folder:
         out = Path(folder) / "results.h5"
         for model, seen in ((make_work(Work("twin", TWIN, lengths(steps)))[0], twin), (demo_model("moe"), turns)):
             requests = write_requests(lengths(steps), TWIN.vocab, Path(folder) / "requests.jsonl")
             with in_turns(seen):
                 run_job(model, requests, out, asked.threads, "--dtype", "float32")
-    print_functions(turns.functions, len(turns.walls["functions"]))
+    print_functions(twin.functions, len(twin.walls["functions"]))
     figures = print_step(turns, twin)
     limits = [Limit("python_overhead", figures["overhead"], OVERHEAD_LIMIT, "<=")]
     print_line("profile_step", figures, limits, quick=asked.quick)

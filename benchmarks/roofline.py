@@ -9,10 +9,10 @@ A step can be no faster than its arithmetic at the GEMM peak, nor than its bytes
            the looked-up rows of the embedding; and the keys and values of every earlier token of every sequence.
            Writes, activations and logits count nothing.
 
-Steps without a decode token count FLOPs / peak.  Steps with one count max(bytes / bandwidth, FLOPs / peak), where a
-step that mixes prompt chunks and decode tokens takes all its tokens together: its weights stream once for both, and
-hiding the stream behind a prompt's arithmetic is possible, so nothing is counted twice.  `separate` is the looser sum
-that counts prompt FLOPs and the decode tokens' maximum one after the other; it is printed beside, never held.
+Steps without a decode token count FLOPs / peak.  Steps that mix prompt chunks and decode tokens are counted twice:
+`together`, where the step's weights stream once for all its tokens and hide behind the prompts' arithmetic, max(bytes /
+bandwidth, FLOPs / peak); and `separate`, where the prompts' FLOPs / peak and the same maximum of the decode tokens
+alone are added.  The sum over the job that is smaller, and so harder to reach, is the one that is held.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _BF16 = 2
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds at least: `together` is the bound that is held, `separate` the looser sum; of it `prompt` seconds are
-    prompt FLOPs.  experts: distinct experts a layer and decode step, mean.  decode_steps: steps without a prompt token.
-    steps: `together` of every step, float64 [steps].
+    """Seconds at least: `together` and `separate` as told above; of the latter `prompt` are the prompts'.
+
+    experts: distinct experts a layer and decode step, mean.  decode_steps: steps without a prompt token.  steps:
+    `together` of every step, float64 [steps].
     """
 
     together: float
@@ -41,6 +42,11 @@ class Roofline:
     experts: float
     decode_steps: int
     steps: NDArray[np.float64]
+
+    @property
+    def held(self) -> float:
+        """Seconds of the harder count."""
+        return min(self.together, self.separate)
 
 
 def flops(shape: ModelShape, step: Step, rows: NDArray[np.bool_], drawn: int) -> float:
