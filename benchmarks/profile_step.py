@@ -163,7 +163,8 @@ class Turns:
 
         shadow = Team.__new__(Team)
         shadow.__dict__.update(team.__dict__)
-        shadow._parallel = None if team._parallel is None else timed(team._parallel)
+        if team._parallel is not None:
+            shadow._parallel = timed(team._parallel)  # type: ignore[assignment]
         shadow._compiled = {body: (address, timed(call)) for body, (address, call) in team._compiled.items()}
         team.run, team.run_alone = shadow.run, shadow.run_alone  # type: ignore[method-assign]
 
@@ -220,7 +221,7 @@ def print_step(turns: Turns, twin: Turns) -> dict[str, float]:
     wall, narrow = (statistics.median(one.walls["untouched"]) for one in (turns, twin))
 
     def median(name: str) -> float:
-        return statistics.median(getattr(step, name) for step in turns.profiled)
+        return float(statistics.median(getattr(step, name) for step in turns.profiled))
 
     share = statistics.median(step.overhead / step.step for step in turns.profiled)
     upper = statistics.median(step.upper / step.wall for step in turns.profiled)
