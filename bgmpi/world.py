@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import traceback
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -171,11 +170,14 @@ class World:
         """End every rank now, printing this rank's traceback first.  Local, never returns with more than one rank."""
         code = error.exit_code if isinstance(error, BgmpiError) else ExitCode.INTERNAL
         lines = traceback.format_exception(error) if code == ExitCode.INTERNAL else [f"{error}\n"]
-        sys.stderr.write("".join(f"rank {self.rank}/{self.host}: {part}" for part in lines))
-        sys.stderr.flush()
-        if path := os.environ.get(CODE_FILE):
-            Path(path).write_text(str(int(code)))
-        self._comm.Abort(int(code))
+        try:
+            sys.stderr.write("".join(f"rank {self.rank}/{self.host}: {part}" for part in lines))
+            sys.stderr.flush()
+            if path := os.environ.get(CODE_FILE):
+                with open(path, "x", encoding="ascii") as file:  # the first failing rank's code stays
+                    file.write(str(int(code)))
+        finally:  # a closed pipe or a full disk must not keep this rank from ending the others
+            self._comm.Abort(int(code))
 
 
 def open_world(*, allow_mismatch: bool = False) -> World:

@@ -16,6 +16,7 @@ from sessions import session
 from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.io.segments import finished, parts_folder
+from bgmpi.world import CODE_FILE
 
 BIAS = "mlp.gate.e_score_correction_bias"
 TOKENS = 5
@@ -113,6 +114,17 @@ def read(self, row):
     return whole(self, row)
 RequestReader.read = read
 """
+_FULL_DISK = """
+import os, sys
+from bgmpi.errors import WriteError
+from bgmpi.io.segments import SegmentWriter
+whole = SegmentWriter.flush
+def flush(self):
+    if os.environ["PMI_RANK"] == "1":
+        raise WriteError("injected: the disk is full")
+    return whole(self)
+SegmentWriter.flush = flush
+"""
 _RUN = """
 from bgmpi.cli import main
 sys.exit(main())
@@ -123,22 +135,34 @@ def at_step_3(rank: int, fault: str) -> str:
     return _AT_STEP_3.replace("RANK\"] == RANK", f'RANK"] == "{rank}"').replace("FAULT", fault)
 
 
-@pytest.mark.mpi(3)
 @pytest.mark.parametrize(
-    ("family", "fault", "told"),
+    ("ranks", "family", "fault", "code", "told"),
     [
         pytest.param(
+            2,
             "mixtral",
             at_step_3(1, 'raise RuntimeError("injected: a kernel broke")'),
+            70,
             ["rank 1/", "RuntimeError: injected: a kernel broke", "Traceback"],
             id="raise-on-rank-1",
+            marks=pytest.mark.mpi(2),
         ),
-        pytest.param("llama", at_step_3(2, "os.kill(os.getpid(), signal.SIGKILL)"), [], id="kill-rank-2"),
-        pytest.param("llama", _AT_ROW_5, ["rank 0/", "injected: the disk went away"], id="read-error-on-rank-0"),
+        pytest.param(
+            3, "llama", at_step_3(2, "os.kill(os.getpid(), signal.SIGKILL)"), None, [],
+            id="kill-rank-2", marks=pytest.mark.mpi(3),
+        ),
+        pytest.param(
+            2, "llama", _AT_ROW_5, None, ["rank 0/", "injected: the disk went away"],
+            id="read-error-on-rank-0", marks=pytest.mark.mpi(2),
+        ),
+        pytest.param(
+            3, "llama", _FULL_DISK, 74, ["rank 1/", "injected: the disk is full"],
+            id="full-disk-on-rank-1", marks=pytest.mark.mpi(3),
+        ),
     ],
-)
+)  # fmt: skip
 def test_c57_a_rank_that_fails_alone_ends_all_and_is_named(
-    tmp_path: Path, family: str, fault: str, told: list[str]
+    tmp_path: Path, ranks: int, family: str, fault: str, code: int | None, told: list[str]
 ) -> None:
     model = make_tokenizer(checkpoints.make(family, tmp_path / "model"))
     short = [{"prompt": [at + 3], "max_tokens": 1, "temperature": 0} for at in range(6)]
@@ -146,10 +170,14 @@ def test_c57_a_rank_that_fails_alone_ends_all_and_is_named(
     requests = jobs.write_requests(tmp_path / "r.jsonl", short + long)
     output = tmp_path / "out.h5"
     argv = ["run", "--model", model, "-i", requests, "-o", output, "--dtype", "float32", "--segment-seconds", "0"]
-    ended = launch.mpiexec(3, [sys.executable, "-c", fault + _RUN, *argv], limit=60)
+    said = tmp_path / ("code" if code else "none/code")  # a code that cannot be kept must not keep the job alive
+    words = [sys.executable, "-c", fault + _RUN, *argv]
+    ended = launch.mpiexec(ranks, words, limit=60, env={CODE_FILE: str(said)})
+    # The launcher may tell the code of a rank that it killed itself; the file has that of the rank that failed.
     assert ended.returncode not in (0, 2, 3), ended
+    assert (int(said.read_text()) if said.exists() else None) == code, ended
     assert all(word in ended.stderr for word in told), ended
-    if not told:  # a killed rank says nothing: launcher and kernel name a process, the log has its rank
+    if fault.count("SIGKILL"):  # a killed rank says nothing: launcher and kernel name a process, the log has its rank
         named = re.search(r"PID (\d+)", ended.stdout)
         assert named and "signal 9" in ended.stdout, ended
         assert f"is PID {named[1]}" in ended.stderr, ended

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
-import launch
 import numpy as np
 import pytest
 import torch
@@ -388,33 +387,36 @@ KEPT: list[dict[str, Any]] = [
 ]
 
 
-@launch.on_ranks(1, 2)
-def test_c60_a_pool_for_three_of_eight_sequences_gives_the_same_answers_and_says_what_it_cost(
-    ranks: int, tmp_path: Path
-) -> None:
-    family = "llama" if ranks == 1 else "mixtral"
-    model = make_tokenizer(checkpoints.make(family, tmp_path / "model", max_position_embeddings=2048))
+@pytest.mark.mpi(2)
+def test_c60_a_pool_for_three_of_eight_sequences_gives_the_same_answers_and_says_what_it_cost(tmp_path: Path) -> None:
+    """On each of two ranks, with and without experts that keep them in lockstep."""
     token = 2 * 2 * 8 * 4 * 2  # bytes of KV: key and value, heads, width, float32, layers
     pool = 3 * 14 * 16  # three sequences of 210 tokens in pages of 16
     usual = {"max_tokens": 200, "ignore_eos": True}
     rows: dict[str, dict[str, Any]] = {
-        f"r{at}": {"prompt": PROMPT[at % 8 : at % 8 + 10]} | usual | KEPT[at % 8] for at in range(8 * ranks)
+        f"r{at}": {"prompt": PROMPT[at % 8 : at % 8 + 10]} | usual | KEPT[at % 8] for at in range(16)
     }
     giant: dict[str, dict[str, Any]] = {"giant": {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True}}
-    commands = [
-        run_rows(model, tmp_path, rows, name="roomy"),
-        run_rows(
-            model, tmp_path, rows | giant, "--kv-memory", str(pool * token), "--page-tokens", "16", name="tight"
-        ),
-    ]
-    roomy, tight = session(ranks, commands, tmp_path)
-    assert (roomy.code, tight.code) == (0, 3), tight.stderr
-    assert "preemptions" in tight.stdout and "computed twice" in tight.stdout, tight.stdout
-    assert "computed twice" not in roomy.stdout
-    expected, got = answers(tmp_path / "roomy.h5"), answers(tmp_path / "tight.h5")
-    error = got.pop("giant").error
-    assert error is not None and error.code == "insufficient_kv_memory"
-    assert "1050" in error.message and str(pool) in error.message
+    small = ["--kv-memory", str(pool * token), "--page-tokens", "16"]
+    commands = []
+    for family in ("llama", "mixtral"):
+        model = make_tokenizer(checkpoints.make(family, tmp_path / family, max_position_embeddings=2048))
+        commands.append(run_rows(model, tmp_path, rows, name=f"{family}-roomy"))
+        commands.append(run_rows(model, tmp_path, rows | giant, *small, name=f"{family}-tight"))
+    ran = session(2, commands, tmp_path)
+    assert [one.code for one in ran] == [0, 3, 0, 3], ran
+    for at, family in enumerate(("llama", "mixtral")):
+        roomy, tight = ran[2 * at : 2 * at + 2]
+        assert "preemptions" in tight.stdout and "computed twice" in tight.stdout, tight.stdout
+        assert "computed twice" not in roomy.stdout
+        got = answers(tmp_path / f"{family}-tight.h5")
+        error = got.pop("giant").error
+        assert error is not None and error.code == "insufficient_kv_memory"
+        assert "1050" in error.message and str(pool) in error.message
+        assert_same(got, answers(tmp_path / f"{family}-roomy.h5"))
+
+
+def assert_same(got: dict[str, Answer], expected: dict[str, Answer]) -> None:
     assert list(got) == list(expected)
     for name, one in expected.items():
         assert got[name].tokens.tolist() == one.tokens.tolist(), name
