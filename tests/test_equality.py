@@ -85,8 +85,8 @@ SPARSE = frozenset(checkpoints.FAMILIES) - {"llama", "mistral", "qwen2", "qwen3"
 def test_bf16_leaves_the_float32_reference_only_where_it_is_nearly_undecided(
     families: dict[str, tuple[Path, Path, list[list[int]]]], ranks: int, tmp_path: Path
 ) -> None:
-    """Dense models have an absolute bound.  In a sparse one rounding now and then sends a token to another expert, which
-    random weights turn into any gap, so there the bound is what transformers itself loses in bf16."""
+    """Dense models have an absolute bound.  In a sparse one rounding now and then sends a token to another expert,
+    which random weights turn into any gap, so there the bound is what transformers itself loses in bf16."""
     words = [
         ["--model", folder, "-i", requests, "-o", tmp_path / f"{family}.h5", "--dtype", "bfloat16"]
         for family, (folder, requests, _) in families.items()
