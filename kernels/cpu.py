@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError
-from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_kernels, cpu_layers
+from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_layers, cpu_row_kernels
 from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, Linear
 from bgmpi.kernels.cpu_attention import CpuPlan
 from bgmpi.kernels.cpu_exchange import CpuExchanged
@@ -80,7 +80,7 @@ class CpuBackend:
         result = torch.empty_like(x)
         width, numbers = x.shape[-1], x.numel()
         run = self._team.run if numbers > ALONE else self._team.run_alone
-        run(cpu_kernels.rms_norm, x.data_ptr(), weight.data_ptr(), result.data_ptr(), numbers // width, width,
+        run(cpu_row_kernels.rms_norm, x.data_ptr(), weight.data_ptr(), result.data_ptr(), numbers // width, width,
             KIND[x.dtype], x.element_size(), bits(eps), KIND[weight.dtype])
         return result
 
@@ -94,8 +94,8 @@ class CpuBackend:
             raise InternalError(f"rotate: x {tuple(x.shape)} has strides {x.stride()}; its last must be 1")
         cos, sin, size = cos.contiguous(), sin.contiguous(), x.element_size()
         run = self._team.run if x.numel() > ALONE else self._team.run_alone
-        run(cpu_kernels.rotate, x.data_ptr(), x.stride(0) * size, x.stride(1) * size, cos.data_ptr(), sin.data_ptr(),
-            x.shape[0], x.shape[1], cos.shape[1], KIND[x.dtype])
+        run(cpu_row_kernels.rotate, x.data_ptr(), x.stride(0) * size, x.stride(1) * size, cos.data_ptr(),
+            sin.data_ptr(), x.shape[0], x.shape[1], cos.shape[1], KIND[x.dtype])
         return x
 
     def plan_attention(

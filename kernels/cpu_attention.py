@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from bgmpi.errors import InternalError
-from bgmpi.kernels import cpu_kernels
+from bgmpi.kernels import cpu_attention_kernels as kernels
 from bgmpi.kernels.cpu_layers import ALONE, KIND
 from bgmpi.kernels.team import Team, bits
 
@@ -29,7 +29,7 @@ LATENT_BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """Tasks and joins of one ragged call, see `cpu_kernels.attend` and `join_parts`."""
+    """Tasks and joins of one ragged call, see `kernels.attend` and `join_parts`."""
 
     tasks: NDArray[np.int64]
     joins: NDArray[np.int64]
@@ -48,7 +48,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where one layer keeps what one block of heads reads, in bytes (see words 4 - 9 of `cpu_kernels.attend`)."""
+    """Where one layer keeps what one block of heads reads, in bytes (see words 4 - 9 of `kernels.attend`)."""
 
     page_step: int
     key_group_step: int
@@ -113,7 +113,7 @@ class CpuPlan:
         return kept
 
     def _find_tasks(self, groups: int, window: int) -> Tasks:
-        span, seen = cpu_kernels.SPAN, self._seen
+        span, seen = kernels.SPAN, self._seen
         begin = np.maximum(seen - window, 0) if window > 0 else np.zeros_like(seen)
         spans = (seen - 1) // span - begin // span + 1  # [rows]
         row = np.repeat(np.arange(len(seen)), spans)
@@ -166,13 +166,13 @@ def attend_rows(
         return
     parts = torch.empty(work.parts * places.block * (places.value_width + 2))
     team.run(
-        cpu_kernels.attend, query.data_ptr(), query.stride(0) * size, result.data_ptr(), layer_pages.data_ptr(),
+        kernels.attend, query.data_ptr(), query.stride(0) * size, result.data_ptr(), layer_pages.data_ptr(),
         places.page_step, places.key_group_step, places.value_offset, places.value_group_step, places.row_step,
         plan.pages.ctypes.data, plan.pages.shape[1], plan.page_tokens, work.tasks.ctypes.data, count,
         places.key_width, places.value_width, kind, size, bits(scale), heads, places.block, parts.data_ptr(),
     )
     if work.parts:
-        team.run(cpu_kernels.join_parts, parts.data_ptr(), work.joins.ctypes.data, len(work.joins), result.data_ptr(),
+        team.run(kernels.join_parts, parts.data_ptr(), work.joins.ctypes.data, len(work.joins), result.data_ptr(),
                  places.value_width, kind, size, heads, places.block)
 
 
@@ -216,6 +216,6 @@ def append_rows(
     size = source.element_size()
     tokens, groups, width = source.shape
     run: Any = team.run if source.numel() > ALONE else team.run_alone
-    run(cpu_kernels.append, source.data_ptr(), source.stride(0) * size, source.stride(1) * size,
+    run(kernels.append, source.data_ptr(), source.stride(0) * size, source.stride(1) * size,
         pages.data_ptr() + offset, pages.stride(0) * size, group_step, width * size, plan.page.ctypes.data,
         plan.slot.ctypes.data, tokens, groups)

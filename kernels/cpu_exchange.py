@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bgmpi.kernels import cpu_kernels
+from bgmpi.kernels import cpu_exchange_kernels as kernels
 from bgmpi.kernels.backend import Collective
 from bgmpi.kernels.cpu_layers import ALONE, KIND
 from bgmpi.kernels.team import Team
@@ -49,12 +49,12 @@ def send(
     wide = x.shape[1] * x.element_size()
     each = wide + 8 * active
     counts, token, rank, rows = (np.empty(size, np.int64) for size in (ranks, *[tokens * active] * 3))
-    team.run_alone(cpu_kernels.route, expert.data_ptr(), owner.data_ptr(), tokens, active, ranks, counts.ctypes.data,
+    team.run_alone(kernels.route, expert.data_ptr(), owner.data_ptr(), tokens, active, ranks, counts.ctypes.data,
                    token.ctypes.data, rank.ctypes.data, rows.ctypes.data)
     count = int(counts.sum())
     leaving = np.empty(count * each, np.uint8)
     run = team.run if leaving.size > 2 * ALONE else team.run_alone
-    run(cpu_kernels.pack_rows, x.data_ptr(), wide, expert.data_ptr(), weight.data_ptr(), owner.data_ptr(),
+    run(kernels.pack_rows, x.data_ptr(), wide, expert.data_ptr(), weight.data_ptr(), owner.data_ptr(),
         local.data_ptr(), active, token.ctypes.data, rank.ctypes.data, count, leaving.ctypes.data)
     incoming = collective.all_to_all_counts(counts)
     came = int(incoming.sum())
@@ -63,7 +63,7 @@ def send(
     new_x = torch.empty(came, x.shape[1], dtype=x.dtype)
     new_expert, new_weight = torch.empty(came, active, dtype=torch.int32), torch.empty(came, active)
     run = team.run if arrived.size > 2 * ALONE else team.run_alone
-    run(cpu_kernels.unpack_rows, arrived.ctypes.data, wide, active, came, new_x.data_ptr(), new_expert.data_ptr(),
+    run(kernels.unpack_rows, arrived.ctypes.data, wide, active, came, new_x.data_ptr(), new_expert.data_ptr(),
         new_weight.data_ptr())
     return CpuExchanged(new_x, new_expert, new_weight, rows.reshape(tokens, active), counts, incoming)
 
@@ -81,6 +81,6 @@ def send_back(team: Team, collective: Collective, exchanged: CpuExchanged, y: to
     )
     result = torch.empty(tokens, width, dtype=y.dtype)
     run = team.run if parts.numel() > ALONE else team.run_alone
-    run(cpu_kernels.sum_parts, parts.data_ptr(), exchanged.rows.ctypes.data, tokens, active, width, KIND[y.dtype], size,
+    run(kernels.sum_parts, parts.data_ptr(), exchanged.rows.ctypes.data, tokens, active, width, KIND[y.dtype], size,
         result.data_ptr())
     return result

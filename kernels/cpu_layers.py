@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from bgmpi.errors import InternalError
-from bgmpi.kernels import cpu_kernels
+from bgmpi.kernels import cpu_dot_kernels, cpu_expert_kernels, cpu_row_kernels
 from bgmpi.kernels.team import Team
 
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -86,7 +86,7 @@ class PlainLinear:
         if tokens:
             wide = last_contiguous(x.float())
             self._team.run(
-                cpu_kernels.linear, wide.data_ptr(), wide.stride(0) * 4, *self._address, result.data_ptr(), tokens,
+                cpu_dot_kernels.linear, wide.data_ptr(), wide.stride(0) * 4, *self._address, result.data_ptr(), tokens,
                 *self._words,
             )
         return result
@@ -98,7 +98,7 @@ def silu_mul(team: Team, gate_up: torch.Tensor) -> torch.Tensor:
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     result = torch.empty(tokens, inner, dtype=gate_up.dtype)
     run = team.run if tokens * inner > ALONE else team.run_alone
-    run(cpu_kernels.silu_mul, gate_up.data_ptr(), result.data_ptr(), tokens, inner, KIND[gate_up.dtype],
+    run(cpu_row_kernels.silu_mul, gate_up.data_ptr(), result.data_ptr(), tokens, inner, KIND[gate_up.dtype],
         gate_up.element_size())
     return result
 
@@ -115,7 +115,7 @@ class Pairs:
         self.token = self.busy + 8 * (experts + 1)
         self.place = self.token + 8 * pairs
         self.column = self.place + 8 * pairs
-        team.run_alone(cpu_kernels.sort_pairs, expert.data_ptr(), tokens, active, experts, self.first, self.busy,
+        team.run_alone(cpu_expert_kernels.sort_pairs, expert.data_ptr(), tokens, active, experts, self.first, self.busy,
                        self.token, self.place, self.column)
         if self._held[experts + 1] < 0:
             raise InternalError(
@@ -172,7 +172,7 @@ class CpuExperts:
         result = torch.empty_like(x)
         tokens, active = expert.shape
         run = self._team.run if x.numel() > ALONE else self._team.run_alone
-        run(cpu_kernels.combine, expert.data_ptr(), weight.data_ptr(), pairs.first, pairs.place, pairs.column,
+        run(cpu_expert_kernels.combine, expert.data_ptr(), weight.data_ptr(), pairs.first, pairs.place, pairs.column,
             rows_at.ctypes.data, kind, size, result.data_ptr(), tokens, active, x.shape[1], KIND[x.dtype],
             x.element_size())
         del kept
@@ -202,10 +202,10 @@ class CpuExperts:
         hidden = torch.empty(pairs.counted, inner)
         y = torch.empty(pairs.counted, width)
         gate_up, down = self._addresses
-        self._team.run(cpu_kernels.experts_up, wide.data_ptr(), 4 * width, pairs.first, pairs.busy, pairs.token,
+        self._team.run(cpu_expert_kernels.experts_up, wide.data_ptr(), 4 * width, pairs.first, pairs.busy, pairs.token,
                        gate_up.ctypes.data, width, inner, kind, size, hidden.data_ptr(), pairs.most)
-        self._team.run(cpu_kernels.experts_down, hidden.data_ptr(), pairs.first, pairs.busy, down.ctypes.data, inner,
-                       width, kind, size, y.data_ptr(), pairs.most)
+        self._team.run(cpu_expert_kernels.experts_down, hidden.data_ptr(), pairs.first, pairs.busy, down.ctypes.data,
+                       inner, width, kind, size, y.data_ptr(), pairs.most)
         rows_at[:] = pairs.bounds[:-1]
         rows_at *= 4 * width
         rows_at += y.data_ptr()

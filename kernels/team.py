@@ -6,17 +6,22 @@ torch's OpenMP library starts on every thread of that pool; the threads then dra
 Drawing balances ragged tasks and says nothing about results: a task never adds to what another task wrote.
 
 A kernel's argument is one row of 64-bit words: word 0 the counter, then addresses, sizes, and floats as their bits.
-Kernels compile at first use and are kept on disk by numba, so a second start compiles nothing.
+Kernels compile at first use and are kept on disk by numba, so a second start compiles nothing.  Numba takes what it
+kept for fresh as long as the kernel's own file is unchanged, but a kernel is made of code from several files of this
+folder; so each is kept under a name that carries a hash of all of them, and an edit anywhere here compiles anew.
 Rejected: numba's parallel loops (a second OpenMP library next to torch's, five times the compile time).
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import struct
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
+from typing import cast
 
 import torch
 from numba import cfunc, types
@@ -31,6 +36,22 @@ _SIGNATURE = types.void(types.voidptr)
 def bits(number: float) -> int:
     """Return the bits of a float64 as a word."""
     return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+@lru_cache(maxsize=1)
+def _source_stamp() -> str:
+    """Return a hash of all that kernels are made of: the sources of this folder."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+
+
+def stamped(body: KernelBody) -> KernelBody:
+    """Return `body` under a name that changes with the sources of this folder; numba names its file on disk by it."""
+    function = cast(FunctionType, body)
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__)
+    copy.__module__, copy.__doc__ = function.__module__, function.__doc__
+    copy.__qualname__ = f"{function.__qualname__}.{_source_stamp()}"
+    return copy
 
 
 def _openmp() -> ctypes.CDLL:
@@ -84,7 +105,7 @@ class Team:
         call(self._address)
 
     def _compile(self, body: KernelBody) -> tuple[int, Callable[[int], None]]:
-        compiled = cfunc(_SIGNATURE, cache=True)(body)
+        compiled = cfunc(_SIGNATURE, cache=True)(stamped(body))
         address = int(compiled.address)
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
         self._compiled[body] = address, call

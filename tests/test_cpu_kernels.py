@@ -7,7 +7,7 @@ import pytest
 import torch
 from numba import carray
 
-from bgmpi.kernels import cpu_kernels
+from bgmpi.kernels import cpu_dot_kernels, cpu_expert_kernels
 from bgmpi.kernels.cpu_layers import KIND, Pairs
 from bgmpi.kernels.team import Team, bits
 from bgmpi.kernels.vector_code import exponential, narrow, widen
@@ -60,7 +60,9 @@ def test_a_small_linear_rounds_its_float32_sum_as_torch_does(team: Team, dtype: 
     x = torch.cat([torch.tensor(SPECIAL), torch.randn(5000) * 10, torch.tensor([1 + 2.0**-9, 1 + 3 * 2.0**-9])])
     one = torch.ones(1, 1, dtype=dtype)
     result = torch.empty(len(x), 1, dtype=dtype)
-    team.run(cpu_kernels.linear, x.data_ptr(), 4, one.data_ptr(), 0, result.data_ptr(), len(x), 1, 1, KIND[dtype], 2)
+    team.run(
+        cpu_dot_kernels.linear, x.data_ptr(), 4, one.data_ptr(), 0, result.data_ptr(), len(x), 1, 1, KIND[dtype], 2
+    )
     expected = x.to(dtype)
     assert torch.equal(result[:, 0].isnan(), expected.isnan())
     assert torch.equal(result[:, 0].nan_to_num(9.0), expected.nan_to_num(9.0))
@@ -72,7 +74,7 @@ def test_a_dot_product_is_bit_equal_for_any_number_of_tokens(team: Team) -> None
     for tokens in range(1, 10):
         result = torch.empty(tokens, 10)
         team.run(
-            cpu_kernels.linear, x.data_ptr(), 4 * 77, weight.data_ptr(), 0, result.data_ptr(), tokens, 77, 10, 0, 4
+            cpu_dot_kernels.linear, x.data_ptr(), 4 * 77, weight.data_ptr(), 0, result.data_ptr(), tokens, 77, 10, 0, 4
         )
         results.append(result[0])
     assert all(torch.equal(result, results[0]) for result in results)
@@ -95,8 +97,8 @@ def test_a_token_sums_its_experts_in_ascending_order_whatever_the_router_named_f
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
         expert, weight, result = torch.tensor([order], dtype=torch.int32), torch.ones(1, 3), torch.empty(1, 1)
         pairs = Pairs(team, expert, 3)
-        team.run(cpu_kernels.combine, expert.data_ptr(), weight.data_ptr(), pairs.first, pairs.place, pairs.column,
-                 addresses.ctypes.data, 0, 4, result.data_ptr(), 1, 3, 1, 0, 4)
+        team.run(cpu_expert_kernels.combine, expert.data_ptr(), weight.data_ptr(), pairs.first, pairs.place,
+                 pairs.column, addresses.ctypes.data, 0, 4, result.data_ptr(), 1, 3, 1, 0, 4)
         assert result.item() == lost
 
 
