@@ -58,14 +58,14 @@ smoke: $(STAMP)  ## the smallest run: four requests on one rank, no launcher
 test: lint test-serial test-mpi test-slurm  ## everything: lint, serial, 2 3 and 4 ranks, Slurm where it is installed
 
 test-serial: $(STAMP)  ## one process
-	$(PYTEST) -m "not mpi and not slurm and not gpu" --must-run serial
+	$(PYTEST) -m "not mpi and not slurm and not gpu" --must-run=serial
 
 test-mpi: $(STAMP)  ## on 2, 3 and 4 ranks
-	$(PYTEST) -m "mpi and not slurm and not gpu" --must-run mpi2,mpi3,mpi4
+	$(PYTEST) -m "mpi and not slurm and not gpu" --must-run=mpi2,mpi3,mpi4
 
 test-slurm: $(STAMP)  ## through sbatch, on virtual nodes
 	@if PATH="$$PATH:/usr/sbin:/sbin" command -v slurmctld > /dev/null; then \
-	    $(PYTEST) -m slurm --must-run slurm; \
+	    $(PYTEST) -m slurm --must-run=slurm; \
 	else \
 	    echo "Slurm tests SKIPPED, slurmctld is missing: apt-get install -y --no-install-recommends slurm-wlm munge"; \
 	fi
