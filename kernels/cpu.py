@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bgmpi.errors import InternalError
+from bgmpi.errors import InternalError, UsageError
 from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_layers, cpu_row_kernels
 from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, Linear
 from bgmpi.kernels.cpu_attention import CpuPlan
 from bgmpi.kernels.cpu_exchange import CpuExchanged
 from bgmpi.kernels.cpu_layers import ALONE, KIND
+from bgmpi.kernels.cpu_tiles import TileExperts, TileLinear, Tiles, ask_for_tiles
 from bgmpi.kernels.team import Team, bits
 
 
@@ -43,12 +44,17 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, collective: Collective | None, threads: int) -> None:
+    def __init__(self, collective: Collective | None, threads: int, tiles: bool | None = None) -> None:
+        """Settle the threads.  tiles: whether bfloat16 weights go through matrix tiles; None: where the machine can."""
         self.device = torch.device("cpu")
         self.threads = threads
         self._collective = collective if collective is not None and collective.size > 1 else None
         torch.set_num_threads(threads)
         self._team = Team(threads)
+        may = tiles is not False and ask_for_tiles()
+        if tiles and not may:
+            raise UsageError("tiles=True: this machine, or the kernel of its system, has no bfloat16 matrix tiles")
+        self._tiles = Tiles(self._team) if may else None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised device memory."""
@@ -65,13 +71,17 @@ class CpuBackend:
         return Done()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Prepare weight [N, K] and bias [N]; bfloat16 is re-laid, other numbers stay where they are."""
+        """Prepare weight [N, K] and bias [N]; rows stay where they are, but bfloat16 without tiles is re-laid."""
+        if self._tiles is not None and weight.dtype == torch.bfloat16:
+            return TileLinear(self._tiles, weight, bias)
         if cpu_layers.can_pack(weight.dtype):
             return cpu_layers.PackedLinear(weight, bias)
         return cpu_layers.PlainLinear(self._team, weight, bias)
 
     def experts(self, gate_up: list[torch.Tensor], down: list[torch.Tensor]) -> Experts:
         """Prepare E experts: gate_up [2 * I, D] each (gate rows first), down [D, I] each; activation SiLU."""
+        if self._tiles is not None and gate_up and gate_up[0].dtype == torch.bfloat16:
+            return TileExperts(self._tiles, gate_up, down)
         return cpu_layers.CpuExperts(self._team, gate_up, down)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -12,7 +12,8 @@ from numba import carray, njit
 
 from bgmpi.kernels.cpu_dot_kernels import many_dots
 from bgmpi.kernels.cpu_row_kernels import ROWS, copy_bytes
-from bgmpi.kernels.vector_code import at, draw, exponential, largest, make_mix, narrow, summed, widen
+from bgmpi.kernels.task_code import draw
+from bgmpi.kernels.vector_code import at, exponential, largest, make_mix, narrow, summed, widen
 
 mix_4 = make_mix(4)
 mix_1 = make_mix(1)

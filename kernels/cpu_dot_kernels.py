@@ -15,7 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from bgmpi.kernels.vector_code import draw, make_dots, narrow, widen
+from bgmpi.kernels.task_code import draw
+from bgmpi.kernels.vector_code import make_dots, narrow, widen
 
 dots_4x4 = make_dots(4, 4)
 dots_4x1 = make_dots(4, 1)

@@ -11,7 +11,8 @@ import numpy as np
 from numba import carray
 
 from bgmpi.kernels.cpu_row_kernels import ROWS, copy_bytes
-from bgmpi.kernels.vector_code import at, draw, narrow, widen
+from bgmpi.kernels.task_code import draw
+from bgmpi.kernels.vector_code import at, narrow, widen
 
 
 def route(p):

@@ -8,31 +8,20 @@ ascending expert order in float32, whoever computed them.  How a kernel is calle
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
+from numba import carray, njit
 
 from bgmpi.kernels.cpu_dot_kernels import many_dots, rows_of_task
 from bgmpi.kernels.cpu_row_kernels import ROWS, gate
-from bgmpi.kernels.vector_code import at, draw, make_mix, narrow
+from bgmpi.kernels.task_code import draw
+from bgmpi.kernels.vector_code import at, make_mix, narrow
 
 mix_1 = make_mix(1)
 
 
-def sort_pairs(p):
-    """Sort (token, expert) pairs by expert, then token.  Alone.
-
-    1 expert int32 [T, A], 2 T, 3 A, 4 E, then int64 results: 5 first pair of each expert [E + 1], 6 number of active
-    experts (-1: an expert's number was not below E) and their list [1 + E], 7 token of each pair [pairs], 8 place
-    [T, A] (the token's pairs in ascending expert order, -1 behind the last), 9 column [T, A] (which of the token's A
-    experts that is).
-    """
-    word = carray(p, 10, np.int64)
-    tokens, active, experts = word[2], word[3], word[4]
-    expert = carray(at(word[1]), (tokens, active), np.int32)
-    first = carray(at(word[5]), experts + 1, np.int64)
-    busy = carray(at(word[6]), experts + 1, np.int64)
-    token = carray(at(word[7]), tokens * active, np.int64)
-    place = carray(at(word[8]), (tokens, active), np.int64)
-    column = carray(at(word[9]), (tokens, active), np.int64)
+@njit
+def sort_by_expert(expert, experts, first, busy, token, place, column):
+    """Sort the pairs of expert int32 [T, A]; see `sort_pairs` for what is filled."""
+    tokens, active = expert.shape
     first[:] = 0
     for t in range(tokens):
         for a in range(active):
@@ -68,6 +57,23 @@ def sort_pairs(p):
         for k in range(held, active):
             place[t, k] = -1
             column[t, k] = 0
+
+
+def sort_pairs(p):
+    """Sort (token, expert) pairs by expert, then token.  Alone.
+
+    1 expert int32 [T, A], 2 T, 3 A, 4 E, then int64 results: 5 first pair of each expert [E + 1], 6 number of active
+    experts (-1: an expert's number was not below E) and their list [1 + E], 7 token of each pair [pairs], 8 place
+    [T, A] (the token's pairs in ascending expert order, -1 behind the last), 9 column [T, A] (which of the token's A
+    experts that is).
+    """
+    word = carray(p, 10, np.int64)
+    tokens, active, experts = word[2], word[3], word[4]
+    sort_by_expert(
+        carray(at(word[1]), (tokens, active), np.int32), experts, carray(at(word[5]), experts + 1, np.int64),
+        carray(at(word[6]), experts + 1, np.int64), carray(at(word[7]), tokens * active, np.int64),
+        carray(at(word[8]), (tokens, active), np.int64), carray(at(word[9]), (tokens, active), np.int64),
+    )
 
 
 def experts_up(p):

@@ -11,7 +11,8 @@ import numpy as np
 from numba import carray, njit
 
 from bgmpi.kernels.cpu_dot_kernels import dots_1x1
-from bgmpi.kernels.vector_code import at, draw, exponential, narrow, widen
+from bgmpi.kernels.task_code import draw
+from bgmpi.kernels.vector_code import at, exponential, narrow, widen
 
 #: Rows that one task of a row-by-row kernel takes.
 ROWS = 8

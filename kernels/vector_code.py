@@ -138,16 +138,6 @@ def make_mix(tokens: int) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def draw(typing: Any, counter: Any) -> Any:
-    """Take the next task number from the counter at this address."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", pointer_to(builder, args[0], I64), I64(1), "monotonic")
-
-    return types.int64(types.int64), code
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def at(typing: Any, address: Any) -> Any:
     """Turn an address into a pointer that `carray` takes."""
 

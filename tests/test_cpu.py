@@ -28,9 +28,9 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
         assert gap <= CLOSE[got.dtype] * largest, f"max |got - expected| = {gap:.3g}, max |expected| = {largest:.3g}"
 
 
-@pytest.fixture(scope="module")
-def backend() -> CpuBackend:
-    return CpuBackend(None, 1)
+@pytest.fixture(scope="module", params=["as the machine has it", "without tiles"])
+def backend(request: pytest.FixtureRequest) -> CpuBackend:
+    return CpuBackend(None, 1, None if request.param == "as the machine has it" else False)
 
 
 class Batch:

@@ -1,0 +1,239 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""Linear layers and experts of bfloat16 weights through matrix tiles, for one token and for thousands alike.
+
+One call of the team does a whole layer: its tasks come in kinds that need one another (lay tokens in panels, gate and
+up rows, down rows, weighted sums), in ascending numbers, and a task waits only for those of its own expert (see
+`task_code`).  A task is a span of weight rows, long enough to stream from memory and short enough to stay in a core's
+cache while up to GROUP panels of tokens pass; so with few tokens each weight is read once at the memory's speed, and
+with many the tiles do all the work.  How a kernel is called stands in `cpu_dot_kernels`.
+
+The number of a panel's tokens is that of the expert (or the call) up to 16, so one token moves 4 bytes a line, not 64.
+Sums run along the width in one order whatever the number of tokens (`tile_code`).  Widths of weights are multiples of
+32, rows at least 16; `cpu_tiles` pads what is not.  Rows that do not fill the last tile are computed with some of their
+forerunners, twice to the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from bgmpi.kernels.cpu_expert_kernels import sort_by_expert
+from bgmpi.kernels.cpu_row_kernels import ROWS
+from bgmpi.kernels.task_code import arrive, draw, wait_for
+from bgmpi.kernels.tile_code import (
+    DEEP,
+    SHAPE_BYTES,
+    TILE,
+    TILE_BYTES,
+    make_product,
+    pack_panel,
+    release_tiles,
+    shape_tiles,
+    store_gated,
+    store_tokens,
+)
+from bgmpi.kernels.vector_code import at, make_mix, narrow
+
+product_1 = make_product(1)
+product_2 = make_product(2)
+mix_1 = make_mix(1)
+
+#: Panels that pass one span of weight rows in a task; even.
+GROUP = 16
+
+
+@njit
+def multiply(low, high, panel, panels, tokens, width, out):
+    """Multiply two tiles of weight rows, low and high, with one panel or two of this many tokens each."""
+    if panels == 1:
+        product_1(low, high, 2 * width, panel, 0, 4 * tokens, width // DEEP, out)
+    else:
+        product_2(low, high, 2 * width, panel, 2 * TILE * width, 4 * tokens, width // DEEP, out)
+
+
+@njit
+def lay_panel(x, step, width, token, pairs, target, wide, addresses):
+    """Lay the rows of tokens token[:pairs], at most 16, as a panel `wide` tokens wide."""
+    for i in range(TILE):
+        addresses[i] = x + token[min(i, pairs - 1)] * step
+    pack_panel(addresses.ctypes.data, width, target, wide)
+
+
+@njit
+def multiply_span(weight, begin, end, rows, width, panel, panels, tokens, wide, bias, bias_step, target, kept, out):
+    """target[t, r] = weight row r . token t + bias[r] for rows begin .. end - 1 and all `tokens` of the panels.
+
+    rows: rows of the weight; wide: tokens a panel has room for; bias_step: bytes between its numbers, 4 or (16 zeros
+    for all) 0; kept: columns of target.
+    """
+    for q in range(0, panels, 2):
+        both = min(2, panels - q)
+        for r in range(begin, end, 2 * TILE):
+            low, high = min(r, rows - TILE), min(r + TILE, rows - TILE)
+            multiply(weight + low * 2 * width, weight + high * 2 * width, panel + q * 2 * TILE * width, both, wide,
+                     width, out)
+            for number in range(2 * both):
+                row, first = low if number % 2 == 0 else high, TILE * (q + number // 2)
+                store_tokens(out + TILE_BYTES * number, bias + bias_step * row, min(TILE, kept - row),
+                             target + (first * kept + row) * 2, 2 * kept, min(TILE, tokens - first))
+
+
+def linear(p):
+    """out = x @ weight.T + bias.
+
+    1 panels laid (0 before the call), 2 x, 3 x step, 4 width of x, 5 weight, 6 width of the weight, 7 its rows,
+    8 bias float32 [rows], 9 out [T, N], 10 T, 11 N, 12 rows of a task, 13 panels, 14 shapes.
+    """
+    word = carray(p, 15, np.int64)
+    width, rows, tokens, each = word[6], word[7], word[10], word[12]
+    panels, wide = (tokens + TILE - 1) // TILE, min(tokens, TILE)
+    groups, blocks = (panels + GROUP - 1) // GROUP, (rows + each - 1) // each
+    token, addresses = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    out = np.empty(4 * TILE_BYTES, np.uint8)
+    shape_tiles(word[14] + SHAPE_BYTES * wide)
+    while True:
+        task = draw(word.ctypes.data)
+        if task < panels:
+            for i in range(TILE):
+                token[i] = task * TILE + i
+            lay_panel(word[2], word[3], word[4], token, min(TILE, tokens - task * TILE),
+                      word[13] + task * 2 * TILE * width, wide, addresses)
+            arrive(word.ctypes.data + 8)
+            continue
+        task -= panels
+        if task >= groups * blocks:
+            break
+        wait_for(word.ctypes.data + 8, panels)
+        first, begin = task // blocks * GROUP, task % blocks * each
+        multiply_span(word[5], begin, min(begin + each, rows), rows, width, word[13] + first * 2 * TILE * width,
+                      min(GROUP, panels - first), min(GROUP * TILE, tokens - first * TILE), wide, word[8], 4,
+                      word[9] + first * TILE * word[11] * 2, word[11], out.ctypes.data)
+    release_tiles()
+
+
+@njit
+def gate_span(weight, begin, end, rows, width, panel, panels, wide, target, out):
+    """Lay silu(gate row . token) * (up row . token) of rows begin .. end - 1 as panels for the down weights.
+
+    weight: gate rows, then up rows, `rows` each, a multiple of 32.
+    """
+    for q in range(0, panels, 2):
+        both = min(2, panels - q)
+        for r in range(begin, end, TILE):
+            low = weight + r * 2 * width
+            multiply(low, low + rows * 2 * width, panel + q * 2 * TILE * width, both, wide, width, out)
+            for number in range(both):
+                place = target + (q + number) * 2 * TILE * rows + r // 2 * 4 * wide
+                store_gated(out + 2 * TILE_BYTES * number, out + TILE_BYTES * (2 * number + 1), place, wide)
+
+
+@njit
+def weigh_parts(t, expert, share, place, column, y, width, total, target):
+    """Sum the bfloat16 parts of token t in ascending expert order: target = sum of share * y row."""
+    total[:] = 0
+    for k in range(place.shape[1]):
+        if place[t, k] < 0:
+            break
+        mix_1(y + place[t, k] * width * 2, 0, 1, share + 4 * (t * place.shape[1] + column[t, k]), 0,
+              total.ctypes.data, 0, width, 1)
+    narrow(total.ctypes.data, target + t * width * 2, width, 1)
+
+
+@njit
+def number_tasks(experts, first, busy, panel_begin, group_begin, laid, gated):
+    """Say which panels and groups of panels the k-th active expert has; no task has arrived yet."""
+    panel_begin[0] = group_begin[0] = 0
+    for k in range(busy[0]):
+        panels = (first[busy[k + 1] + 1] - first[busy[k + 1]] + TILE - 1) // TILE
+        panel_begin[k + 1] = panel_begin[k] + panels
+        group_begin[k + 1] = group_begin[k] + (panels + GROUP - 1) // GROUP
+        laid[k] = gated[k] = 0
+
+
+def experts(p):
+    """Gated experts: out[t] = sum of weight * down(silu(gate(x[t])) * up(x[t])), ascending expert order, float32.
+
+    1 sorted (0 before the call), 2 finished (0), 3 x, 4 x step, 5 expert int32 [T, A], 6 weight float32 [T, A], 7 T,
+    8 A, 9 E, 10 D, 11 width of gate and up weights, 12 I: their rows and the width of down weights, 13 rows of down
+    weights, 14 gate_up, 15 down addresses int64 [E], 16 rows of a gate and up task, 17 of a down task, 18 panels of x,
+    19 panels of the middle, 20 y [pairs, D], 21 out, 22 shapes, 23 zeros float32 [16], 24 bookkeeping int64: as
+    `sort_pairs` has it, then first panel and first group of each active expert [E + 1] each, panels laid and spans
+    gated of each [E] each.
+    """
+    word = carray(p, 25, np.int64)
+    tokens, active, count, width, deep, inner, rows = word[7], word[8], word[9], word[10], word[11], word[12], word[13]
+    pairs = tokens * active
+    book = carray(at(word[24]), 6 * (count + 1) + 3 * pairs, np.int64)
+    first, busy = book[: count + 1], book[count + 1 : 2 * (count + 1)]
+    token, book = book[2 * (count + 1) :][:pairs], book[2 * (count + 1) + pairs :]
+    place, column = book[:pairs].reshape(tokens, active), book[pairs : 2 * pairs].reshape(tokens, active)
+    ends = book[2 * pairs :].reshape(4, count + 1)
+    panel_begin, group_begin, laid, gated = ends[0], ends[1], ends[2], ends[3]
+    expert = carray(at(word[5]), (tokens, active), np.int32)
+    sort_done, finished = word.ctypes.data + 8, word.ctypes.data + 16
+    task = draw(word.ctypes.data)
+    if task == 0:
+        sort_by_expert(expert, count, first, busy, token, place, column)
+        number_tasks(count, first, busy, panel_begin, group_begin, laid, gated)
+        arrive(sort_done)
+        task = draw(word.ctypes.data)
+    wait_for(sort_done, 1)
+    if busy[0] < 0:
+        return
+    ups, downs = (inner + word[16] - 1) // word[16], (rows + word[17] - 1) // word[17]
+    panels, groups = panel_begin[busy[0]], group_begin[busy[0]]
+    addresses, out = np.empty(TILE, np.int64), np.empty(4 * TILE_BYTES, np.uint8)
+    total = np.empty(width, np.float32)
+    shaped = k = stage = 0
+    while True:
+        task -= 1
+        if task < panels:
+            while task >= panel_begin[k + 1]:
+                k += 1
+            begin, end = first[busy[k + 1]] + (task - panel_begin[k]) * TILE, first[busy[k + 1] + 1]
+            wide = min(TILE, end - first[busy[k + 1]])
+            lay_panel(word[3], word[4], width, token[begin:], min(TILE, end - begin),
+                      word[18] + task * 2 * TILE * deep, wide, addresses)
+            arrive(laid.ctypes.data + 8 * k)
+        elif task < panels + groups * (ups + downs):
+            task -= panels
+            up = task < groups * ups
+            spans = ups if up else downs
+            task -= 0 if up else groups * ups
+            if stage != (1 if up else 2):
+                stage, k = (1 if up else 2), 0
+            group, span = task // spans, task % spans
+            while group >= group_begin[k + 1]:
+                k += 1
+            e = busy[k + 1]
+            pair, panel = first[e] + (group - group_begin[k]) * GROUP * TILE, panel_begin[k] + (
+                group - group_begin[k]) * GROUP
+            here = min(GROUP, panel_begin[k + 1] - panel)
+            wide = min(TILE, first[e + 1] - first[e])
+            if wide != shaped:
+                shape_tiles(word[22] + SHAPE_BYTES * wide)
+                shaped = wide
+            middle = word[19] + panel * 2 * TILE * inner
+            if up:
+                wait_for(laid.ctypes.data + 8 * k, panel_begin[k + 1] - panel_begin[k])
+                weight = carray(at(word[14] + 8 * e), 1, np.int64)[0]
+                gate_span(weight, span * word[16], min(inner, (span + 1) * word[16]), inner, deep,
+                          word[18] + panel * 2 * TILE * deep, here, wide, middle, out.ctypes.data)
+                arrive(gated.ctypes.data + 8 * k)
+            else:
+                wait_for(gated.ctypes.data + 8 * k, (group_begin[k + 1] - group_begin[k]) * ups)
+                weight = carray(at(word[15] + 8 * e), 1, np.int64)[0]
+                multiply_span(weight, span * word[17], min(rows, (span + 1) * word[17]), rows, inner, middle, here,
+                              min(GROUP * TILE, first[e + 1] - pair), wide, word[23], 0, word[20] + pair * width * 2,
+                              width, out.ctypes.data)
+                arrive(finished)
+        else:
+            begin = (task - panels - groups * (ups + downs)) * ROWS
+            if begin >= tokens:
+                break
+            wait_for(finished, groups * downs)
+            for t in range(begin, min(begin + ROWS, tokens)):
+                weigh_parts(t, expert, word[6], place, column, word[20], width, total, word[21])
+        task = draw(word.ctypes.data)
+    release_tiles()
