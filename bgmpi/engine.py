@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from bgmpi import log
 from bgmpi.config import Config
@@ -46,6 +47,7 @@ def run(config: Config) -> Summary:
     """
     begun = time.perf_counter()
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
         world = stack.enter_context(open_world(allow_mismatch=config.allow_rank_mismatch))
         log.configure(world.rank, world.host, config.log_level)
         together(world, lambda: _check_ranks(config, world))
