@@ -6,9 +6,10 @@ experts and read them once; an atomic forward pass reads them once a micro-batch
 micro-batches of the same size (`--b-attn`), so tokens per expert batch, and what they save, is all that differs.
 
 `--work a`: Work A (see work.py), one rank, loading outside, against the roofline of the steps it made (roofline.py
-tells how each term is counted).  Peak and bandwidth are measured in the same run, before and after, and the better of
-both is taken.  Which experts the tokens chose, and where the time goes, comes from a watched pass of the same job,
-before the timed one, that must draw the same tokens.
+tells how each term is counted).  Peak and bandwidth are measured in the same run: before, after, and every half second
+between two steps (gauge.py), because on a shared machine they move by a factor of four.  The limit is held against the
+ceilings while the job ran; the share of the best ever seen is printed beside it.  Which experts the tokens chose, and
+where the time goes, comes from a watched pass of the same job, before the timed one, that must draw the same tokens.
 
 BCT is from the moment the weights are loaded to the published results file.  Prints tables, then one JSON line.
 """
@@ -29,6 +30,7 @@ import h5py
 import machine
 import numpy as np
 import torch
+from gauge import Gauge, gauged
 from line import Limit, print_line
 from roofline import Roofline, roofline
 from watch import Watched, noted_executors, watched
@@ -118,17 +120,27 @@ def same_tokens(first: Path, second: Path) -> bool:
         return all(np.array_equal(one[name][:], other[name][:]) for name in names)
 
 
+def gauged_run(work: Work, folder: Path, threads: int) -> tuple[Gauge, Ran]:
+    """Run `work` with short looks at the ceilings between its steps, and take their time off."""
+    with gauged() as gauge:
+        ran = run_once(work, folder, threads)
+    return gauge, replace(ran, seconds=ran.seconds - gauge.paused)
+
+
 def against_roofline(work: Work, folder: Path, threads: int, repeats: int) -> tuple[dict[str, float], list[Limit]]:
     """Run `work` watched, then timed; print shares, return figures and the limit."""
     before = ceilings()
     with watched() as seen:
         slow = run_once(work, folder, threads, output="watched.h5")
-    ran = min((run_once(work, folder, threads) for _ in range(repeats)), key=lambda one: one.seconds)
+    gauge, ran = min((gauged_run(work, folder, threads) for _ in range(repeats)), key=lambda pair: pair[1].seconds)
     after = ceilings()
     if not same_tokens(folder / "watched.h5", folder / "results.h5"):
         raise SystemExit(f"work {work.name}: the watched pass drew other tokens than the timed one and tells nothing")
     peak, bandwidth = (max(pair) for pair in zip(before, after, strict=True))
-    least = roofline(work.shape, seen.steps, peak, bandwidth)
+    fixed = np.broadcast_to(np.array([peak, bandwidth]), (len(seen.steps), 2))
+    least = roofline(work.shape, seen.steps, fixed)
+    during = gauge.ceilings()
+    met = roofline(work.shape, seen.steps, during)
     print(f"work {work.name}: {work.lengths.requests} requests, {ran.summary.prompt_tokens} prompt and "
           f"{ran.summary.generated_tokens} answer tokens in {len(seen.steps)} steps ({least.decode_steps} of decode "
           f"only, {least.experts:.1f} of {work.shape.experts} experts touched a layer in them)\n"
@@ -138,14 +150,21 @@ def against_roofline(work: Work, folder: Path, threads: int, repeats: int) -> tu
     print(f"roofline {least.held:.2f} s (mixed steps together {least.together:.2f} s, separately {least.separate:.2f} "
           f"s; prompts {least.prompt:.2f} s); BCT {ran.seconds:.2f} s, "
           f"{ran.summary.generated_tokens / ran.seconds:.0f} answer tok/s; share {share:.3f}")
+    share_met = met.separate / ran.seconds
+    low, middle, high = np.percentile(during, (10, 50, 90), axis=0) / 1e9
+    print(f"ceilings while the job ran (10 %, half, 90 % of its steps): {low[0]:.0f}, {middle[0]:.0f}, {high[0]:.0f} "
+          f"GFLOP/s; {low[1]:.1f}, {middle[1]:.1f}, {high[1]:.1f} GB/s; roofline of these {met.separate:.2f} s (mixed "
+          f"steps together {met.together:.2f} s); share {share_met:.3f}")
     figures = {
-        "bct_s": ran.seconds, "share": share, "roofline_together_s": least.together,
+        "bct_s": ran.seconds, "share_of_best_ceilings": share, "share_while_running": share_met,
+        "peak_gflops_while_running": float(middle[0]), "read_gb_s_while_running": float(middle[1]),
+        "roofline_together_s": least.together,
         "roofline_separate_s": least.separate, "peak_gflops": peak / 1e9, "read_gb_s": bandwidth / 1e9,
         "answer_tok_s": ran.summary.generated_tokens / ran.seconds, "experts_touched": least.experts,
         "steps": float(len(seen.steps)), "load_s": ran.summary.load_seconds, **print_kinds(seen, least),
         **print_parts(seen, slow.seconds),
     }
-    return figures, [Limit("share_of_roofline", share, SHARE_OF_ROOFLINE, ">=")]
+    return figures, [Limit("share_of_roofline", share_met, SHARE_OF_ROOFLINE, ">=")]
 
 
 def print_parts(seen: Watched, seconds: float) -> dict[str, float]:

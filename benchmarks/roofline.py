@@ -95,9 +95,10 @@ def least(shape: ModelShape, step: Step, peak: float, bandwidth: float) -> tuple
     return together, of_prompt + of_decode, of_prompt
 
 
-def roofline(shape: ModelShape, steps: Sequence[Step], peak: float, bandwidth: float) -> Roofline:
-    """Return the least seconds of these steps at `peak` FLOP/s and `bandwidth` bytes/s."""
-    each = np.array([least(shape, step, peak, bandwidth) for step in steps])
+def roofline(shape: ModelShape, steps: Sequence[Step], ceilings: NDArray[np.float64]) -> Roofline:
+    """Return the least seconds of these steps; ceilings float64 [steps, 2]: FLOP/s and bytes/s of each."""
+    pairs = ceilings.tolist()
+    each = np.array([least(shape, step, *pair) for step, pair in zip(steps, pairs, strict=True)])
     decode = [step for step in steps if not step.is_prompt().any()]
     touched = [
         float(np.mean([distinct(step, layer, ~step.is_prompt()) for layer in range(shape.layers)])) for step in decode

@@ -11,8 +11,8 @@ import jobs
 import launch
 import pytest
 import torch
+from commands import run_commands
 from safetensors.torch import load_file, save_file
-from sessions import session
 from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.io.segments import finished, parts_folder
@@ -82,7 +82,7 @@ def test_c55_c56_idle_and_hot_experts_give_the_answers_of_the_reference(
          *more]
         for key, (name, requests, more) in shapes.items()
     ]  # fmt: skip
-    ran = dict(zip(shapes, session(ranks, commands, tmp_path), strict=True))
+    ran = dict(zip(shapes, run_commands(ranks, commands, tmp_path), strict=True))
     assert {key: one.code for key, one in ran.items()} == dict.fromkeys(shapes, 0), ran
     for key, (name, requests, _) in shapes.items():
         alone, together = expected[name]

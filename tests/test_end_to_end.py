@@ -18,8 +18,8 @@ import jobs
 import launch
 import pytest
 import torch
+from commands import Ran, line, run_commands
 from safetensors.torch import load_file, save_file
-from sessions import Ran, line, session
 from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.api import run_batch
@@ -98,7 +98,7 @@ GOOD = [one for one in MIXED if one.code == ""]
 
 @dataclass(frozen=True)
 class Job:
-    """What the serial session found, by name of the command."""
+    """What the serial run found, by name of the command."""
 
     folder: Path
     model: Path
@@ -171,7 +171,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         "again": run("again", "--overwrite", "--error-file", root / "again.errors.jsonl"),
         "template": run("chat", "--chat-template", "{{ messages[0].content }}", out="template"),
     }
-    ran = session(1, list(commands.values()), root)
+    ran = run_commands(1, list(commands.values()), root)
     return Job(root, model, dict(zip(commands, ran, strict=True)))
 
 
@@ -371,7 +371,7 @@ def test_three_ranks_fail_together_go_on_and_keep_every_row_in_its_place(job: Jo
         paths = ["--model", model, "-i", source, "-o", tmp_path / f"{out}.h5"]
         return ["run", *paths, "--dtype", "float32", "--check", *more]
 
-    ran = session(
+    ran = run_commands(
         3,
         [
             run(job.folder / "mixed.jsonl", "mixed", "--max-model-len", str(CONTEXT)),

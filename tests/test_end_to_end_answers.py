@@ -1,6 +1,6 @@
 """The whole program on models whose answers are known: text, stops, log-probabilities, penalties, faults, tight memory.
 
-Two oracles: transformers in float32 for numbers, and a chain (see sessions.py), a model that says a known token after
+Two oracles: transformers in float32 for numbers, and a chain (see commands.py), a model that says a known token after
 each token, for everything that hangs on a certain sequence of tokens.  The public faults of kinds K3, K4 and K9 that
 need a running engine are held here.
 """
@@ -17,7 +17,7 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
-from sessions import Ran, line, make_chain, session
+from commands import Ran, line, make_chain, run_commands
 from tokenizers import Tokenizer
 from tokenizers_for_tests import make_tokenizer
 
@@ -114,7 +114,7 @@ def stops(chain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         if "stop_token_ids" in body else body
         for key, body in STOPS.items()
     }  # fmt: skip
-    (ran,) = session(1, [run_rows(chain, folder, rows)], folder)
+    (ran,) = run_commands(1, [run_rows(chain, folder, rows)], folder)
     assert ran.code == 0, ran.stderr
     return answers(folder / "rows.h5")
 
@@ -188,7 +188,7 @@ BIAS = {"40": 5, "41": 4}  # two favourites, so that penalties have something to
 
 @dataclass(frozen=True)
 class Numbers:
-    """A random llama, its reference, and what one session computed on it."""
+    """A random llama, its reference, and what one launch computed on it."""
 
     model: Any
     folder: Path
@@ -235,7 +235,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
         run_rows(folder, root, scored, "--max-num-seqs", "8", "--max-num-batched-tokens", "16", name="chunks"),
         ["export", root / "rows.h5", "-o", root / "rows.jsonl", "--tokenizer", folder],
     ]
-    ran = session(1, commands, root)
+    ran = run_commands(1, commands, root)
     assert [one.code for one in ran] == [0, 0, 0], ran
     return Numbers(checkpoints.reference(folder), root, ran)
 
@@ -357,7 +357,7 @@ def test_c82_bad_logits_end_their_own_row_with_the_tokens_before(chain: Path, tm
     rows |= {"bad": {"prompt": [FAULT]} | usual, "even": {"prompt": [FLAT]} | usual}
     rows |= {"bad-stop": {"prompt": [FAULT], "stop": ["no"], "logprobs": 2} | usual}
     rows |= {"bad-sampled": {"prompt": [FAULT], "temperature": 0.5, "n": 2} | usual}
-    (ran,) = session(2, [run_rows(chain, tmp_path, rows)], tmp_path, before=_BAD_LOGITS)
+    (ran,) = run_commands(2, [run_rows(chain, tmp_path, rows)], tmp_path, before=_BAD_LOGITS)
     assert ran.code == 3, ran.stderr
     assert "3 failed" in ran.stdout and "numeric_fault" in ran.stdout
     with open_results(tmp_path / "rows.h5") as results:
@@ -403,7 +403,7 @@ def test_c60_a_pool_for_three_of_eight_sequences_gives_the_same_answers_and_says
         model = make_tokenizer(checkpoints.make(family, tmp_path / family, max_position_embeddings=2048))
         commands.append(run_rows(model, tmp_path, rows, name=f"{family}-roomy"))
         commands.append(run_rows(model, tmp_path, rows | giant, *small, name=f"{family}-tight"))
-    ran = session(2, commands, tmp_path)
+    ran = run_commands(2, commands, tmp_path)
     assert [one.code for one in ran] == [0, 3, 0, 3], ran
     for at, family in enumerate(("llama", "mixtral")):
         roomy, tight = ran[2 * at : 2 * at + 2]

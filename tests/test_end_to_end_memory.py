@@ -10,7 +10,7 @@ import checkpoints
 import jobs
 import numpy as np
 import pytest
-from sessions import line, session
+from commands import line, run_commands
 from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.io.results import open_results
@@ -63,7 +63,7 @@ def test_c05_memory_at_the_end_is_that_at_a_tenth(
     watched = tmp_path / "watched"
     monkeypatch.setenv("WATCHED", str(watched))
     paths = ["--model", model, "-i", tmp_path / "many.jsonl", "-o", tmp_path / "many.h5"]
-    (ran,) = session(1, [["run", *paths, "--dtype", "float32", "--segment-bytes", "1M"]], tmp_path, before=_WATCH)
+    (ran,) = run_commands(1, [["run", *paths, "--dtype", "float32", "--segment-bytes", "1M"]], tmp_path, before=_WATCH)
     assert ran.code == 0, ran.stderr
     ended, resident = np.array([json.loads(one) for one in watched.read_text().splitlines()]).T
     tenth = int(resident[np.searchsorted(ended, ROWS // 10)])
@@ -92,7 +92,7 @@ def test_c06_a_huge_line_is_an_error_row_and_takes_no_more_than_four_times_itsel
         return ["run", *paths, "--dtype", "float32", *more]
 
     commands = [run("two", "two"), run("three", "cut"), run("three", "read", "--max-line-bytes", "200M")]
-    ran = session(1, commands, tmp_path, before=_HIGHEST)
+    ran = run_commands(1, commands, tmp_path, before=_HIGHEST)
     assert [one.code for one in ran] == [0, 3, 3], ran
     two, cut, read = (int(one) for one in watched.read_text().splitlines())
     assert cut - two < 2.2 * LIMIT, f"of a line over --max-line-bytes no more is held, but it took {cut - two:,} bytes"

@@ -1,7 +1,7 @@
 """Whole commands of the program, many in one launch, and a model whose every word is known beforehand.
 
-A test of the finished program wants to type `bgmpi ...` dozens of times, and a start costs seconds.  `session` starts
-Python once (on any number of ranks) and calls the command line's own `main` for each command, one after the other, so
+A test of the finished program wants to type `bgmpi ...` dozens of times, and a start costs seconds.  `run_commands`
+starts Python once (on any number of ranks) and calls the command line's own `main` for each command, one after the other, so
 exit codes, streams and files are those a user gets; `before` is source that runs first, to inject a fault.
 
 `make_chain` writes a checkpoint that says, after token t, the token that a map gives: its layers add nothing to the
@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 
 _SOURCE = """
 import json, sys
-from bgmpi.cli import launch_rank, main
+from bgmpi.cli import main
+from bgmpi.launcher import launch_rank
 import os
 rank = launch_rank(os.environ) or 0
 for at, words in enumerate(json.loads(open(sys.argv[1]).read())):
@@ -46,11 +47,11 @@ class Ran:
     stderr: str
 
 
-def session(
+def run_commands(
     ranks: int, commands: Sequence[Sequence[str | Path]], folder: Path, *, before: str = "", limit: float = 240
 ) -> list[Ran]:
     """Run the commands (words after `bgmpi`) one after the other in one launch on `ranks` ranks."""
-    listing = folder / f"session-{ranks}.json"
+    listing = folder / f"commands-{ranks}.json"
     listing.write_text(json.dumps([[str(word) for word in words] for words in commands]))
     argv = [sys.executable, "-m", "mpi4py", "-c", textwrap.dedent(before) + _SOURCE, listing]
     started = launch.launch if ranks == 1 else lambda words, **kinds: launch.mpiexec(ranks, words, **kinds)
