@@ -123,7 +123,8 @@ class Rank:
     def _agree(self, tokens: int, more: bool) -> tuple[int, bool]:
         """Return the fullest rank's tokens, and whether a rank starves while rank 0 has sequences that wait."""
         manager = self.manager
-        starving = more and not manager.backlog and manager.slots_free > len(manager.active) // 8
+        room = manager.slots_free > len(manager.active) // 8 and manager.kv.free > manager.kv.pages // 8
+        starving = more and not manager.backlog and room
         if self.world.size == 1 or not self.executor.lockstep:
             return tokens, starving
         everyone = self.world.all_gather_counts(np.array([tokens, starving], np.int64))

@@ -1,8 +1,8 @@
 """Whole commands of the program, many in one launch, and a model whose every word is known beforehand.
 
 A test of the finished program wants to type `bgmpi ...` dozens of times, and a start costs seconds.  `run_commands`
-starts Python once (on any number of ranks) and calls the command line's own `main` for each command, one after the other, so
-exit codes, streams and files are those a user gets; `before` is source that runs first, to inject a fault.
+starts Python once (on any number of ranks) and calls the command line's own `main` for each command, one after the
+other, so exit codes, streams and files are those a user gets; `before` is source that runs first, to inject a fault.
 
 `make_chain` writes a checkpoint that says, after token t, the token that a map gives: its layers add nothing to the
 residual stream, and the head's row of a successor is the embedding of its predecessor.
