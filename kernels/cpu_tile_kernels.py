@@ -44,12 +44,12 @@ GROUP = 16
 
 
 @njit
-def multiply(low, high, panel, panels, tokens, width, out):
+def multiply(low, high, panel, panels, tokens, width, out, ahead):
     """Multiply two tiles of weight rows, low and high, with one panel or two of this many tokens each."""
     if panels == 1:
-        product_1(low, high, 2 * width, panel, 0, 4 * tokens, width // DEEP, out)
+        product_1(low, high, 2 * width, panel, 0, 4 * tokens, width // DEEP, out, ahead)
     else:
-        product_2(low, high, 2 * width, panel, 2 * TILE * width, 4 * tokens, width // DEEP, out)
+        product_2(low, high, 2 * width, panel, 2 * TILE * width, 4 * tokens, width // DEEP, out, ahead)
 
 
 @njit
@@ -72,7 +72,7 @@ def multiply_span(weight, begin, end, rows, width, panel, panels, tokens, wide, 
         for r in range(begin, end, 2 * TILE):
             low, high = min(r, rows - TILE), min(r + TILE, rows - TILE)
             multiply(weight + low * 2 * width, weight + high * 2 * width, panel + q * 2 * TILE * width, both, wide,
-                     width, out)
+                     width, out, 4 * TILE * width)
             for number in range(2 * both):
                 row, first = low if number % 2 == 0 else high, TILE * (q + number // 2)
                 store_tokens(out + TILE_BYTES * number, bias + bias_step * row, min(TILE, kept - row),
@@ -90,7 +90,7 @@ def linear(p):
     panels, wide = (tokens + TILE - 1) // TILE, min(tokens, TILE)
     groups, blocks = (panels + GROUP - 1) // GROUP, (rows + each - 1) // each
     token, addresses = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
-    out = np.empty(4 * TILE_BYTES, np.uint8)
+    out = np.zeros(4 * TILE_BYTES, np.uint8)
     shape_tiles(word[14] + SHAPE_BYTES * wide)
     while True:
         task = draw(word.ctypes.data)
@@ -122,7 +122,8 @@ def gate_span(weight, begin, end, rows, width, panel, panels, wide, target, out)
         both = min(2, panels - q)
         for r in range(begin, end, TILE):
             low = weight + r * 2 * width
-            multiply(low, low + rows * 2 * width, panel + q * 2 * TILE * width, both, wide, width, out)
+            multiply(low, low + rows * 2 * width, panel + q * 2 * TILE * width, both, wide, width, out,
+                     2 * TILE * width)
             for number in range(both):
                 place = target + (q + number) * 2 * TILE * rows + r // 2 * 4 * wide
                 store_gated(out + 2 * TILE_BYTES * number, out + TILE_BYTES * (2 * number + 1), place, wide)
@@ -183,7 +184,7 @@ def experts(p):
         return
     ups, downs = (inner + word[16] - 1) // word[16], (rows + word[17] - 1) // word[17]
     panels, groups = panel_begin[busy[0]], group_begin[busy[0]]
-    addresses, out = np.empty(TILE, np.int64), np.empty(4 * TILE_BYTES, np.uint8)
+    addresses, out = np.empty(TILE, np.int64), np.zeros(4 * TILE_BYTES, np.uint8)
     total = np.empty(width, np.float32)
     shaped = k = stage = 0
     while True:
@@ -207,8 +208,8 @@ def experts(p):
             while group >= group_begin[k + 1]:
                 k += 1
             e = busy[k + 1]
-            pair, panel = first[e] + (group - group_begin[k]) * GROUP * TILE, panel_begin[k] + (
-                group - group_begin[k]) * GROUP
+            begin = (group - group_begin[k]) * GROUP
+            pair, panel = first[e] + begin * TILE, panel_begin[k] + begin
             here = min(GROUP, panel_begin[k + 1] - panel)
             wide = min(TILE, first[e + 1] - first[e])
             if wide != shaped:

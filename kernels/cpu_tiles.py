@@ -19,8 +19,9 @@ from bgmpi.kernels import cpu_tile_kernels as kernels
 from bgmpi.kernels.team import Team
 from bgmpi.kernels.tile_code import DEEP, TILE, compiled_for_tiles, shapes
 
-#: Bytes of weight that one task reads: long enough to stream, half of a core's second cache at most.
-TASK_BYTES = 262144
+#: Bytes of weight that one task reads.  With few tokens they pass once, so long is good; else they pass again and again
+#: and must stay in a core's second cache.
+STREAMED_BYTES, REUSED_BYTES = 1 << 20, 1 << 18
 #: Tasks that each thread should find in one layer, where its weight is large enough.
 TASKS_A_THREAD = 4
 #: The buffer that calls share does not grow beyond so many bytes; a call that needs more has its own.
@@ -67,10 +68,14 @@ class Tiles:
             self._kept = torch.empty(size, dtype=torch.uint8)
         return self._kept
 
-    def rows_of_task(self, rows: int, row_bytes: int) -> int:
-        """Return how many weight rows a task takes, a multiple of 32."""
+    def rows_of_task(self, rows: int, row_bytes: int) -> tuple[int, int]:
+        """Return how many weight rows a task takes, a multiple of 32: with few tokens, and with many."""
         fair = rows // (TASKS_A_THREAD * self.team.threads)
-        return max(2 * TILE, min(fair, TASK_BYTES // row_bytes) // (2 * TILE) * (2 * TILE))
+        few, many = (
+            max(2 * TILE, min(fair, size // row_bytes) // (2 * TILE) * (2 * TILE))
+            for size in (STREAMED_BYTES, REUSED_BYTES)
+        )
+        return few, many
 
 
 class TileLinear:
@@ -86,7 +91,7 @@ class TileLinear:
             self._bias[: self._rows] = bias
         self._panel_bytes = 2 * TILE * deep
         self._front = self._width, self._weight.data_ptr(), deep, rows, self._bias.data_ptr()
-        self._back = self._rows, tiles.rows_of_task(rows, 2 * deep)
+        self._rows_of_task = tiles.rows_of_task(rows, 2 * deep)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] -> x @ weight.T + bias, [T, N], in x's dtype."""
@@ -103,7 +108,7 @@ class TileLinear:
             tiles = self._tiles
             room = tiles.room(-(-tokens // TILE) * self._panel_bytes)
             tiles.team.run(kernels.linear, 0, x.data_ptr(), 2 * x.stride(0), *self._front, result.data_ptr(), tokens,
-                           *self._back, room.data_ptr(), tiles.shapes)
+                           self._rows, self._rows_of_task[tokens > 2 * TILE], room.data_ptr(), tiles.shapes)
         return result
 
 
@@ -125,9 +130,10 @@ class TileExperts:
         self._addresses = np.array([[weight.data_ptr() for weight in some] for some in (self._gate_up, self._down)])
         self._words = (
             self._count, self._width, self._deep, self._inner, rows, self._addresses[0].ctypes.data,
-            self._addresses[1].ctypes.data, tiles.rows_of_task(self._inner, 4 * self._deep),
-            tiles.rows_of_task(rows, 2 * self._inner),
+            self._addresses[1].ctypes.data,
         )
+        up, down = tiles.rows_of_task(self._inner, 4 * self._deep), tiles.rows_of_task(rows, 2 * self._inner)
+        self._rows_of_task = tuple(zip(up, down, strict=True))
 
     def __call__(self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Run each token through its local experts and sum in float32, ascending expert order.
@@ -158,9 +164,11 @@ class TileExperts:
         y = middle + sizes[1]
         book = y + sizes[2]
         tiles = self._tiles
+        many = pairs > 2 * TILE * self._count
         tiles.team.run(
             kernels.experts, 0, 0, x.data_ptr(), 2 * x.stride(0), expert.data_ptr(), weight.data_ptr(), tokens, active,
-            *self._words, laid, middle, y, result.data_ptr(), tiles.shapes, tiles.zeros, book,
+            *self._words, *self._rows_of_task[many], laid, middle, y, result.data_ptr(), tiles.shapes, tiles.zeros,
+            book,
         )
         if ctypes.c_int64.from_address(book + 8 * (self._count + 1)).value < 0:
             raise InternalError(

@@ -8,8 +8,8 @@ meet one or two panels, so at most four results stand in registers 0 - 3, weight
 Each number of a result adds its products along the width in one fixed order, whoever stands beside it, so a token's
 numbers do not depend on its company.  The machine flushes denormal numbers to zero; NaN and infinity stay.
 
-Rejected: oneDNN's packed weights (a second form of every weight, half of the memory's speed for one token); software
-prefetch of the next rows (measured no faster: the 16 streams of a tile are what the machine prefetches anyway).
+Rejected: oneDNN's packed weights (a second form of every weight, half of the memory's speed for one token); prefetch of
+all the next rows (measured slower: the machine follows the 32 rows of two tiles by itself once it has seen them begin).
 Addresses are int64, steps are bytes.
 """
 
@@ -38,6 +38,7 @@ from bgmpi.kernels.emit import (
     load_lanes,
     narrow_lanes,
     pointer_to,
+    prefetch,
     store_lanes,
 )
 
@@ -90,7 +91,7 @@ def release_tiles(typing: Any) -> Any:
 
 
 def _emit_product(builder: Any, panels: int, args: Any) -> None:
-    low, high, row_step, panel, panel_bytes, panel_step, deep, out = args
+    low, high, row_step, panel, panel_bytes, panel_step, deep, out, ahead = args
     results = [(r + 2 * p, r, p) for p in range(panels) for r in range(2)]  # register, which weights, which panel
     for register, _, _ in results:
         _tile(builder, "tilezero", I8(register))
@@ -108,29 +109,34 @@ def _emit_product(builder: Any, panels: int, args: Any) -> None:
         load(_WEIGHTS[1], high, column, row_step)
         for register, r, p in sorted(results, key=lambda result: result[1]):
             _tile(builder, "tdpbf16ps", I8(register), I8(_WEIGHTS[r]), I8(_PANELS[p]))
+    for begin in (0, 64):  # the memory would rest while the results are rounded and stored
+        for base in (low, high):
+            for r in range(TILE):
+                row = builder.add(builder.add(base, ahead), builder.mul(row_step, I64(r)))
+                prefetch(builder, builder.add(row, I64(begin)))
     for register, _, _ in results:
         target = pointer_to(builder, builder.add(out, I64(TILE_BYTES * register)), I8)
         _tile(builder, "tilestored64", I8(register), target, I64(4 * TILE))
 
 
 def make_product(panels: int) -> Any:
-    """Make `product(low, high, row_step, panel, panel_bytes, panel_step, deep, out)`.
+    """Make `product(low, high, row_step, panel, panel_bytes, panel_step, deep, out, ahead)`.
 
     low, high: addresses of 16 weight rows each; panel: the first of `panels` (1 or 2) panels that lie panel_bytes apart
     and have rows of panel_step bytes; deep: tiles along the width.  out: tiles of float32 [16 rows, 16 tokens], the
-    first panel's low and high rows, then the second's.
+    first panel's low and high rows, then the second's.  ahead: how many bytes behind these rows the next ones lie.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
     def product(
         typing: Any, low: Any, high: Any, row_step: Any, panel: Any, panel_bytes: Any, panel_step: Any, deep: Any,
-        out: Any,
+        out: Any, ahead: Any,
     ) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _emit_product(builder, panels, args)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), code
+        return types.void(*[types.int64] * 9), code
 
     return product
 
