@@ -39,18 +39,18 @@ def bits(number: float) -> int:
 
 
 @lru_cache(maxsize=1)
-def _source_stamp() -> str:
-    """Return a hash of all that kernels are made of: the sources of this folder."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+def source_stamp(folder: Path) -> str:
+    """Return a hash of all sources in this folder, read once."""
+    sources = sorted(folder.glob("*.py"))
     return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()[:12]
 
 
-def stamped(body: KernelBody) -> KernelBody:
+def stamped(body: KernelBody, folder: Path) -> KernelBody:
     """Return `body` under a name that changes with the sources of this folder; numba names its file on disk by it."""
     function = cast(FunctionType, body)
     copy = FunctionType(function.__code__, function.__globals__, function.__name__)
     copy.__module__, copy.__doc__ = function.__module__, function.__doc__
-    copy.__qualname__ = f"{function.__qualname__}.{_source_stamp()}"
+    copy.__qualname__ = f"{function.__qualname__}.{source_stamp(folder)}"
     return copy
 
 
@@ -105,7 +105,7 @@ class Team:
         call(self._address)
 
     def _compile(self, body: KernelBody) -> tuple[int, Callable[[int], None]]:
-        compiled = cfunc(_SIGNATURE, cache=True)(stamped(body))
+        compiled = cfunc(_SIGNATURE, cache=True)(stamped(body, Path(__file__).parent))
         address = int(compiled.address)
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
         self._compiled[body] = address, call
