@@ -73,10 +73,12 @@ def multiply_span(weight, begin, end, rows, width, panel, panels, tokens, wide, 
             low, high = min(r, rows - TILE), min(r + TILE, rows - TILE)
             multiply(weight + low * 2 * width, weight + high * 2 * width, panel + q * 2 * TILE * width, both, wide,
                      width, out, 4 * TILE * width)
-            for number in range(2 * both):
-                row, first = low if number % 2 == 0 else high, TILE * (q + number // 2)
-                store_tokens(out + TILE_BYTES * number, bias + bias_step * row, min(TILE, kept - row),
-                             target + (first * kept + row) * 2, 2 * kept, min(TILE, tokens - first))
+            for number in range(both):
+                first = TILE * (q + number)
+                place = target + first * kept * 2
+                store_tokens(out + 2 * TILE_BYTES * number, bias + bias_step * low, bias + bias_step * high,
+                             place + 2 * low, place + 2 * high, min(TILE, kept - low), 2 * kept,
+                             min(TILE, tokens - first))
 
 
 def linear(p):

@@ -22,6 +22,19 @@ SIZE = (4, 2, 2)
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
+class Bfloat16(ir.Type):  # type: ignore[misc]
+    """The bfloat16 numbers of the machine, for which llvmlite has no name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(Bfloat16)
+
+
 def pointer_to(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 

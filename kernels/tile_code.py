@@ -24,21 +24,21 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from bgmpi.kernels.emit import (
-    BFLOAT16,
     F32,
     I8,
     I16,
     I32,
     I64,
     LANES,
+    Bfloat16,
     element_at,
     exp_lanes,
     first_lanes,
     in_strips,
     load_lanes,
-    narrow_lanes,
     pointer_to,
     prefetch,
+    splat,
     store_lanes,
 )
 
@@ -48,9 +48,9 @@ _WEIGHTS, _PANELS = (4, 5), (6, 7)
 
 
 def compiled_for_tiles() -> bool:
-    """Say whether kernels are compiled for a machine with bfloat16 tiles."""
+    """Say whether kernels are compiled for a machine with bfloat16 tiles (and vectors that round to bfloat16)."""
     features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    return {"+amx-tile", "+amx-bf16"} <= set(features)
+    return {"+amx-tile", "+amx-bf16", "+avx512bf16", "+avx512bw", "+avx512vl"} <= set(features)
 
 
 def shapes() -> bytes:
@@ -186,31 +186,65 @@ def pack_panel(typing: Any, token_list: Any, width: Any, target: Any, tokens: An
     return types.void(*[types.int64] * 4), code
 
 
-def _tile_rows(builder: Any, address: Any) -> list[Any]:
-    return [load_lanes(builder, builder.add(address, I64(4 * TILE * r)), F32, LANES, None) for r in range(TILE)]
+def _rounded(builder: Any, wide: Any) -> Any:
+    """Round 16 float32 numbers to nearest even as bfloat16, held as integers; a denormal becomes zero, as in tiles."""
+    return builder.bitcast(builder.fptrunc(wide, ir.VectorType(Bfloat16(), LANES)), ir.VectorType(I16, LANES))
+
+
+def _pair(builder: Any, even: Any, odd: Any) -> Any:
+    """Round two float32 vectors and lay them lane by lane beside each other, as a panel's row has them."""
+    whole = ir.VectorType(I32, LANES)
+    low, high = (builder.zext(_rounded(builder, part), whole) for part in (even, odd))
+    return builder.or_(low, builder.shl(high, ir.Constant(whole, [16] * LANES)))
+
+
+def _result_row(builder: Any, tile: Any, number: Any) -> Any:
+    return load_lanes(builder, builder.add(tile, builder.mul(number, I64(4 * TILE))), F32, LANES, None)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def store_tokens(typing: Any, tile: Any, bias: Any, rows: Any, target: Any, target_step: Any, tokens: Any) -> Any:
-    """Write a result tile as bfloat16: target[t, r] = tile[r, t] + bias[r] for r < rows, t < tokens.
+def store_tokens(
+    typing: Any, tiles: Any, low_bias: Any, high_bias: Any, low: Any, high: Any, rows: Any, step: Any, tokens: Any
+) -> Any:
+    """Write the results of one panel, a low tile and a high one behind it, as bfloat16.
 
-    bias: 16 float32 numbers; target_step: bytes between tokens.
+    low[t, r] = tile[r, t] + bias[r] for r < rows (at most 16) and t < tokens, high likewise; low, high: addresses of
+    the first token's numbers; step: bytes between tokens; low_bias, high_bias: addresses of 16 float32 numbers.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        tile, bias, rows, target, target_step, tokens = args
-        mask = first_lanes(builder, rows, LANES)
-        added = load_lanes(builder, bias, F32, LANES, None)
-        room = cgutils.alloca_once(builder, ir.ArrayType(ir.VectorType(I16, LANES), TILE))
-        for number, token in enumerate(_turned(builder, _tile_rows(builder, tile))):
-            rounded = narrow_lanes(builder, builder.fadd(token, added), BFLOAT16)
-            builder.store(rounded, builder.gep(room, [I32(0), I32(number)]))
-        with cgutils.for_range(builder, tokens, intp=I64) as loop:
-            rounded = builder.load(builder.gep(room, [I32(0), loop.index]))
-            store_lanes(builder, rounded, builder.add(target, builder.mul(target_step, loop.index)), mask)
+        tiles, low_bias, high_bias, low, high, rows, step, tokens = args
+        pairs = []
+        for number in range(2 * TILE):
+            bias = element_at(builder, high_bias if number >= TILE else low_bias, I64(number % TILE), 4)
+            added = splat(builder, builder.load(pointer_to(builder, bias, F32)), LANES)
+            pairs.append(builder.fadd(_result_row(builder, tiles, I64(number)), added))
+        turned = _turned(builder, [_pair(builder, *pairs[n : n + 2]) for n in range(0, 2 * TILE, 2)])
+        beside = builder.icmp_signed("==", high, builder.add(low, I64(2 * TILE)))
+        whole = builder.and_(beside, builder.icmp_signed("==", tokens, I64(TILE)))
+        with builder.if_else(builder.and_(whole, builder.icmp_signed(">=", rows, I64(TILE)))) as (then, otherwise):
+            with then:
+                for number, token in enumerate(turned):
+                    store_lanes(builder, token, builder.add(low, builder.mul(step, I64(number))), None)
+            with otherwise:
+                _store_halves(builder, turned, (low, high), rows, step, tokens)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), code
+    return types.void(*[types.int64] * 8), code
+
+
+def _store_halves(builder: Any, turned: list[Any], targets: tuple[Any, Any], rows: Any, step: Any, tokens: Any) -> None:
+    """Store the low and the high 16 numbers of each token apart: of `tokens` tokens, `rows` numbers each."""
+    mask, half = first_lanes(builder, rows, LANES), ir.VectorType(I16, LANES)
+    room = cgutils.alloca_once(builder, ir.ArrayType(turned[0].type, TILE))
+    for number, token in enumerate(turned):
+        builder.store(token, builder.gep(room, [I32(0), I32(number)]))
+    with cgutils.for_range(builder, tokens, intp=I64) as loop:
+        token = builder.load(builder.gep(room, [I32(0), loop.index]))
+        for first, target in zip((0, LANES // 2), targets, strict=True):
+            lanes = ir.Constant(ir.VectorType(I32, LANES // 2), list(range(first, first + LANES // 2)))
+            part = builder.bitcast(builder.shuffle_vector(token, token, lanes), half)
+            store_lanes(builder, part, builder.add(target, builder.mul(step, loop.index)), mask)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -220,18 +254,15 @@ def store_gated(typing: Any, gate: Any, up: Any, target: Any, tokens: Any) -> An
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         gate, up, target, tokens = args
         mask = first_lanes(builder, tokens, LANES)
-        whole = ir.VectorType(I32, LANES)
         one = ir.Constant(ir.VectorType(F32, LANES), [1.0] * LANES)
+
+        def gated(number: Any) -> Any:
+            g, u = _result_row(builder, gate, number), _result_row(builder, up, number)
+            return builder.fmul(builder.fdiv(g, builder.fadd(one, exp_lanes(builder, builder.fneg(g)))), u)
+
         with cgutils.for_range(builder, I64(TILE // 2), intp=I64) as loop:
-            halves = []
-            for half in range(2):
-                place = builder.mul(builder.add(builder.mul(loop.index, I64(2)), I64(half)), I64(4 * TILE))
-                g = load_lanes(builder, builder.add(gate, place), F32, LANES, None)
-                u = load_lanes(builder, builder.add(up, place), F32, LANES, None)
-                power = exp_lanes(builder, builder.fneg(g))
-                product = builder.fmul(builder.fdiv(g, builder.fadd(one, power)), u)
-                halves.append(builder.zext(narrow_lanes(builder, product, BFLOAT16), whole))
-            pair = builder.or_(halves[0], builder.shl(halves[1], ir.Constant(whole, [16] * LANES)))
+            even = builder.mul(loop.index, I64(2))
+            pair = _pair(builder, gated(even), gated(builder.add(even, I64(1))))
             row = builder.add(target, builder.mul(loop.index, builder.mul(tokens, I64(4))))
             store_lanes(builder, pair, row, mask)
         return context.get_dummy_value()
