@@ -1,4 +1,4 @@
-"""The CPU behind the seam: oneDNN for large products, compiled kernels for what torch has no word for.
+"""The CPU behind the seam: matrix tiles or oneDNN for products, compiled kernels for what torch has no word for.
 
 One object a rank.  It settles the process's threads and owns nothing else: weights live in the prepared objects it
 hands out, pages and hidden rows belong to the caller.  Copies complete at once, so every receipt is already done.

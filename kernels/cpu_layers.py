@@ -1,4 +1,5 @@
-"""Linear layers and experts on the CPU: which weights are kept in which form, and which product runs when.
+"""Linear layers and experts on a CPU without matrix tiles, and of every number but bfloat16 on all CPUs (`cpu_tiles`
+does the rest): which weights are kept in which form, and which product runs when.
 
 bfloat16 weights are re-laid once by oneDNN (the only copy kept): the packed form reads memory at full speed for one
 token and reaches the peak for a thousand.  Other numbers keep their plain rows, which the small kernel reads faster

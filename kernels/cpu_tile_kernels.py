@@ -26,6 +26,7 @@ from bgmpi.kernels.tile_code import (
     SHAPE_BYTES,
     TILE,
     TILE_BYTES,
+    expect_tokens,
     make_product,
     pack_panel,
     release_tiles,
@@ -40,7 +41,7 @@ product_2 = make_product(2)
 mix_1 = make_mix(1)
 
 #: Panels that pass one span of weight rows in a task; even.
-GROUP = 16
+GROUP = 64
 
 
 @njit
@@ -71,6 +72,7 @@ def multiply_span(weight, begin, end, rows, width, panel, panels, tokens, wide, 
         both = min(2, panels - q)
         for r in range(begin, end, 2 * TILE):
             low, high = min(r, rows - TILE), min(r + TILE, rows - TILE)
+            expect_tokens(target + (TILE * q * kept + low) * 2, 2 * kept, min(2 * TILE, tokens - TILE * q))
             multiply(weight + low * 2 * width, weight + high * 2 * width, panel + q * 2 * TILE * width, both, wide,
                      width, out, 4 * TILE * width)
             for number in range(both):

@@ -25,7 +25,7 @@ STREAMED_BYTES, REUSED_BYTES = 1 << 20, 1 << 18
 #: Tasks that each thread should find in one layer, where its weight is large enough.
 TASKS_A_THREAD = 4
 #: The buffer that calls share does not grow beyond so many bytes; a call that needs more has its own.
-KEPT_BYTES = 256 << 20
+KEPT_BYTES = 64 << 20
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
 
 
@@ -140,10 +140,11 @@ class TileExperts:
 
         x [T, D], expert int32 [T, A] (local number, -1 = not here), weight float32 [T, A] -> [T, D] in x's dtype.
         """
-        if x.dtype != torch.bfloat16 or expert.dtype != torch.int32 or weight.dtype != torch.float32:
+        fits = x.dtype == torch.bfloat16 and expert.dtype == torch.int32 and weight.dtype == torch.float32
+        if not fits or x.shape[1] != self._width:
             raise InternalError(
-                f"experts: x is {x.dtype}, expert {expert.dtype}, weight {weight.dtype}; expected torch.bfloat16, "
-                "torch.int32, torch.float32"
+                f"experts: x is {x.dtype} {tuple(x.shape)}, expert {expert.dtype}, weight {weight.dtype}; expected "
+                f"torch.bfloat16 [T, {self._width}], torch.int32, torch.float32"
             )
         tokens, active = expert.shape
         result = torch.empty(tokens, self._width, dtype=torch.bfloat16)

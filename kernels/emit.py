@@ -107,12 +107,12 @@ def narrow_lanes(builder: Any, wide: Any, kind: int) -> Any:
     return builder.trunc(builder.select(is_nan, builder.or_(high, every(0x40)), rounded), half)
 
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Ask for the cache line of this address; harmless wherever it points."""
-    pointer = pointer_to(builder, address, ir.IntType(8))
+def prefetch(builder: Any, address: Any, to_write: bool = False) -> None:
+    """Ask for the cache line of this address, near if it is to be written; harmless wherever it points."""
+    pointer = pointer_to(builder, address, I8)
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(prefetch, [pointer, I32(0), I32(2), I32(1)])
+    builder.call(prefetch, [pointer, I32(int(to_write)), I32(3 if to_write else 2), I32(1)])
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:

@@ -203,6 +203,19 @@ def _result_row(builder: Any, tile: Any, number: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def expect_tokens(typing: Any, low: Any, step: Any, tokens: Any) -> Any:
+    """Ask for the places that `store_tokens` will write, long before it does."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        low, step, tokens = args
+        with cgutils.for_range(builder, tokens, intp=I64) as loop:
+            prefetch(builder, builder.add(low, builder.mul(step, loop.index)), to_write=True)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def store_tokens(
     typing: Any, tiles: Any, low_bias: Any, high_bias: Any, low: Any, high: Any, rows: Any, step: Any, tokens: Any
 ) -> Any:

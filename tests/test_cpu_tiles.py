@@ -115,6 +115,8 @@ def test_a_wrong_width_kind_or_expert_is_refused(tiles: Tiles) -> None:
         experts(x, one, share)
     with pytest.raises(InternalError, match=r"expert torch.int64.* expected torch.bfloat16"):
         experts(x, one.long(), share)
+    with pytest.raises(InternalError, match=r"x is torch.bfloat16 \(1, 31\).* expected torch.bfloat16 \[T, 32\]"):
+        experts(x[:, :31], one - 1, share)
 
 
 def test_asking_for_tiles_where_there_are_none_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
