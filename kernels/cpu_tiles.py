@@ -132,8 +132,8 @@ class TileExperts:
             self._count, self._width, self._deep, self._inner, rows, self._addresses[0].ctypes.data,
             self._addresses[1].ctypes.data,
         )
-        up, down = tiles.rows_of_task(self._inner, 4 * self._deep), tiles.rows_of_task(rows, 2 * self._inner)
-        self._rows_of_task = tuple(zip(up, down, strict=True))
+        spans = tiles.rows_of_task(self._inner, 4 * self._deep), tiles.rows_of_task(rows, 2 * self._inner)
+        self._rows_of_task = tuple(zip(*spans, strict=True))  # (up, down) with few tokens, then with many
 
     def __call__(self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Run each token through its local experts and sum in float32, ascending expert order.
