@@ -176,8 +176,9 @@ class Config:
         """Return a config whose sampling values are all set but `max_tokens`, which may stay None (no cap).
 
         `generation_config` is the model's generation_config.json as a dict, {} when there is none.  It fills only what
-        is not set, and nothing under --generation-config none.  `do_sample` is not read, as in vLLM.  Raise InputError
-        naming the key when a value is not usable.
+        is not set, and nothing under --generation-config none.  `do_sample` is not read, as in vLLM; unlike there,
+        `max_new_tokens` is not either: a cap that no user asked for would cut answers in silence (case C34).  Raise
+        InputError naming the key when a value is not usable.
         """
         found = generation_config if self.generation_config == "auto" else {}
         values: dict[str, object] = {}
@@ -205,7 +206,6 @@ _MODEL_DEFAULTS: dict[str, tuple[str, object]] = {
     "top_k": ("top_k", 0),
     "min_p": ("min_p", 0.0),
     "repetition_penalty": ("repetition_penalty", 1.0),
-    "max_tokens": ("max_new_tokens", None),
 }
 
 

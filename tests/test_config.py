@@ -140,7 +140,7 @@ def test_model_defaults_fill_what_nobody_set_and_leave_no_hidden_cap():
     config = Config().with_model_defaults({})
     assert (config.temperature, config.top_p, config.top_k, config.min_p) == (1.0, 1.0, 0, 0.0)
     assert config.max_tokens is None and config.sources == {}
-    assert Config().with_model_defaults({"max_new_tokens": 9}).source("max_tokens") == "generation_config"
+    assert Config().with_model_defaults({"max_new_tokens": 9}).max_tokens is None
 
 
 def test_generation_config_none_reads_nothing_of_the_model():
