@@ -8,6 +8,8 @@ import zipfile
 from itertools import pairwise
 from pathlib import Path
 
+import jobs
+import launch
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from bgmpi.errors import InputError, MissingError, UsageError, WriteError
 from bgmpi.io import demo_model as made
 from bgmpi.io.demo_model import EXPERTS, MANIFEST, PAIRS, RECIPE, cache_folder, demo_model
+from bgmpi.io.results import open_results
 
 HIDDEN, NEURONS, LAYERS = 16, 12, 2
 Weights = dict[str, NDArray[np.float32]]
@@ -227,3 +230,26 @@ def test_the_sparse_text_is_the_dense_text() -> None:
             texts.append(tokenizer.decode(ids, skip_special_tokens=True))
     assert answers["moe"] == answers["dense"]
     assert texts[0] == "The capital of France is Paris."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@launch.on_ranks(3)
+def test_our_sparse_text_on_several_ranks_is_our_dense_text(ranks: int, tmp_path: Path) -> None:
+    """Eight experts on three ranks: a token that went to a wrong expert, or came back wrong, would make this noise."""
+    questions = ("What is the capital of France?", "Why is the sky blue?", "Name three fruits.")
+    bodies = [
+        {"messages": [{"role": "user", "content": question}], "max_tokens": 20, "temperature": 0}
+        for question in questions
+    ]
+    requests = jobs.write_requests(tmp_path / "requests.jsonl", bodies, "/v1/chat/completions")
+    for kind, on in (("dense", 1), ("moe", ranks)):
+        try:
+            folder = demo_model(kind)  # type: ignore[arg-type]
+        except MissingError as error:
+            pytest.skip(str(error))
+        words = ["--model", folder, "-i", requests, "-o", tmp_path / f"{kind}.h5", "--dtype", "float32"]
+        jobs.run_jobs(on, [[*words, "--max-num-seqs", "8", "--max-model-len", "256"]], tmp_path)
+    assert jobs.tokens_of(tmp_path / "moe.h5") == jobs.tokens_of(tmp_path / "dense.h5")
+    with open_results(tmp_path / "moe.h5") as results:
+        assert results.text(0) == "The capital of France is Paris."
