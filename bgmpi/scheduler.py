@@ -54,7 +54,8 @@ class Scheduler:
     def __init__(self, sequences: int, ranks: int, rules: Rules) -> None:
         self.table = StateTable(sequences)
         self.prompt: NDArray[np.int32] = np.zeros(sequences, np.int32)
-        self.cap: NDArray[np.int32] = np.zeros(sequences, np.int32)
+        #: work of each sequence, in decode steps, by a guess: a long cap says little about an answer's real length
+        self.effort: NDArray[np.float32] = np.zeros(sequences, np.float32)
         self.ranks = ranks
         self.rules = rules
         self.round_number = 0
@@ -125,7 +126,7 @@ class Scheduler:
     def _arrive(self, event: Arrived) -> None:
         names = event.sequences
         self.prompt[names] = event.prompt
-        self.cap[names] = event.cap
+        self.effort[names] = event.prompt / 8 + np.minimum(event.cap, 1024)
         self._queue[self._tail : self._tail + len(names)] = names
         self._tail += len(names)
 
@@ -147,13 +148,9 @@ class Scheduler:
             else:
                 self._active[rank] -= len(names)
             if state in (State.DONE, State.FAILED):
-                self._work[rank] -= float(self._estimate(names).sum())
+                self._work[rank] -= float(self.effort[names].sum())
                 self.table.owner[names] = -1
         self._reports[rank] = event
-
-    def _estimate(self, names: Ids) -> NDArray[np.float64]:
-        """Work of sequences in steps-worth of tokens; a long cap says little about the answer's real length."""
-        return self.prompt[names] / 8 + np.minimum(self.cap[names], 1024)
 
     def _room(self, report: Reported) -> int:
         """Sequences a rank may be given now."""
@@ -180,7 +177,7 @@ class Scheduler:
             rank = int(np.argmin(np.where(fits, work, np.inf)))
             self._head += 1
             placed[rank].append(name)
-            work[rank] += self.prompt[name] / 8 + min(int(self.cap[name]), 1024)
+            work[rank] += self.effort[name]
             room[rank] -= 1
             pages[rank] -= need
             self._unstarted[rank] += 1

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
 from bgmpi.paged_kv import PagedKV
-from bgmpi.primitives import Ids, Moved
+from bgmpi.primitives import Moved
 from bgmpi.request import Finish
 
 NOT_ENDED = -1
@@ -308,8 +308,3 @@ class SequenceManager:
                 self.wasted_tokens += min(size, max(0, again - before))
                 if before + size >= again:
                     del self._computed_before[int(self.sequence[slot])]
-
-
-def ids_of(entries: list[tuple[int, Entry]]) -> Ids:
-    """Return the sequence numbers of (slot, entry) pairs, int64 [k]."""
-    return np.array([entry.sequence for _, entry in entries], np.int64)
