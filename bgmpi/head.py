@@ -59,7 +59,7 @@ class Head:
         self._reader = stack.enter_context(job.reader())
         self._intake = Intake(
             self._reader,
-            job.index.samples,
+            job.index.first_sequence(),
             context=job.context,
             pool=pool,
             strict=config.strict,

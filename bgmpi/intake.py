@@ -29,15 +29,15 @@ class Reader(Protocol):
 class Intake:
     """The rows that were read and have no rank yet.
 
-    samples int32 [rows]: sequences of each row; context: the longest a sequence can become by the model, pool: by the
-    smallest rank's KV memory, both in tokens; strict: a bad row ends the job; refuse: takes the error answer of a row
-    that never runs.
+    first int64 [rows + 1]: each row's first sequence; context: the longest a sequence can become by the model, pool: by
+    the smallest rank's KV memory, both in tokens; strict: a bad row ends the job; refuse: takes the error answer of a
+    row that never runs.
     """
 
     def __init__(
         self,
         reader: Reader,
-        samples: NDArray[np.int32],
+        first: NDArray[np.int64],
         *,
         context: int,
         pool: int,
@@ -45,8 +45,7 @@ class Intake:
         clock: Callable[[], float],
         refuse: Callable[[Answer], None],
     ) -> None:
-        self.first: NDArray[np.int64] = np.zeros(len(samples) + 1, np.int64)
-        np.cumsum(samples, out=self.first[1:])
+        self.first = first
         self._reader = reader
         self._context = context
         self._pool = pool
