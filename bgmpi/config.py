@@ -107,11 +107,31 @@ class Config:
         "batching", None, size(0), "tokens in an expert batch; 0: all that gathered; unset: chosen")
     yield_points: bool = _option(
         "batching", True, switch, "off: atomic forward passes, for comparison")
+    migrate: bool = _option(
+        "batching", True, switch, "off: a sequence stays on the rank that it was given to, for comparison")
+    partition: bool = _option(
+        "batching", True, switch, "off: the last sequences are not spread over idle ranks, for comparison")
 
     page_tokens: int = _option(
         "memory", 64, size(), "tokens in a page of KV", aliases=("block_size",))
-    kv_memory: int | None = _option(
-        "memory", None, size(), "bytes for KV, a rank; unset: from the node's free memory")
+    host_kv_memory: int | None = _option(
+        "memory", None, size(), "bytes of KV in the node's shared memory, all its ranks together; unset: from free memory "
+        "and the job's limit")
+    device_memory: int | None = _option(
+        "memory", None, size(), "bytes of KV on a rank's device; unset on a CPU: KV is used in place, in host memory")
+    stream_kv: str = _option(
+        "memory", "auto", choice("auto", "on", "off"), "whether sequences whose KV is not on the device compute too, it "
+        "passing through layer by layer; off: they wait")
+    hold_policy: str = _option(
+        "memory", "longest-decoded", choice("longest-decoded", "shortest-decoded"), "who yields first when pages run "
+        "short")
+    weight_memory: int | None = _option(
+        "memory", None, size(), "bytes for weights, a rank; what does not fit is read anew in every sweep; unset: from "
+        "free memory and the job's limit")
+    kv_spill: str | None = _option(
+        "memory", None, text, "folder on a disk of the node for KV that the host memory cannot hold; unset: none")
+    kv_spill_bytes: int | None = _option(
+        "memory", None, size(), "most bytes of KV on that disk, a rank; unset: half of what is free, over the ranks")
     gpu_memory_utilization: float = _option(
         "memory", 0.9, number(0, 1, above=True), "share of a device's memory to use")
 
@@ -153,6 +173,8 @@ class Config:
     trace: str | None = _option(
         "watching", None, text, "write every decision here, one JSON object a round")
     check: bool = _option("watching", False, switch, "check all laws in every round")
+    drill: str | None = _option(
+        "watching", None, text, "force primitives, to try a machine: yield=K,migrate=K,partition=K, every K-th round")
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)

@@ -218,15 +218,15 @@ def pages_that_fit(config: Config, one_page: int, context: int, node_ranks: int,
     UsageError when not even one page fits, or fewer than an explicit --max-model-len needs.
     """
     share = int(available * config.gpu_memory_utilization) // node_ranks
-    budget = config.kv_memory if config.kv_memory is not None else share
+    budget = config.host_kv_memory if config.host_kv_memory is not None else share
     full = -(-context // config.page_tokens)
     pages = min(budget // one_page, full * config.max_num_seqs)
     if pages < 1:
-        raise UsageError(f"{budget:,} bytes for KV hold no page of {one_page:,} bytes; raise --kv-memory")
+        raise UsageError(f"{budget:,} bytes for KV hold no page of {one_page:,} bytes; raise --host-kv-memory")
     if pages < full and config.max_model_len is not None:
         raise UsageError(
             f"--max-model-len {context} needs {full * one_page:,} bytes of KV on a rank, {budget:,} are there; "
-            f"raise --kv-memory or lower --max-model-len"
+            f"raise --host-kv-memory or lower --max-model-len"
         )
     return pages
 

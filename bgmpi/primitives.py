@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 Counts = NDArray[np.int64]
 
+#: Up to so many active sequences a rank tells how far each has come.
+FEW_ACTIVE = 16
+NOBODY: Ids = np.empty(0, np.int64)
+NOBODY.flags.writeable = False
+
 # --- events: what the scheduler is told ---------------------------------------------------------------------------
 
 
@@ -44,13 +49,30 @@ class Moved(Struct, frozen=True, eq=False):
     sequences: Ids
 
 
+class Deed(Struct, frozen=True, eq=False):
+    """Something that a rank did, for the trace: `what` ("run", "yield", "combine", "migrate", "partition", "spill"),
+    when it began and how long it took, in seconds of the job's clock; the sequences it was about (none for "run"), and
+    the bytes that it moved."""
+
+    what: str
+    begun: float
+    seconds: float
+    sequences: Ids
+    bytes: int = 0
+
+
 class Reported(Struct, frozen=True, tag=True, eq=False):
     """One rank's report at a round's end.
 
-    moves: what became of its sequences since the last report, oldest first.
+    moves: what became of its sequences since the last report, oldest first.  What rank 0 ordered (Yield, Migrate,
+    Partition) it has already noted when it ordered it, and is not reported again; but who receives a moving sequence
+    reports it (as YIELDED, or WAITING when it never ran), and so does a source whose sequence could not move.
     free_pages, pool_pages, slots_free, backlog: what the rank has left, for the next placement.
     steps: steps made; prompt_tokens, generated_tokens: tokens computed; wasted_tokens: those computed again because a
     yield had dropped their KV; seconds: time spent in steps.
+    active, decoded: the rank's active sequences and how many tokens each has generated, while they are at most
+    FEW_ACTIVE (a tail is then near), else empty.
+    deeds: what it did, when the job keeps a trace, else empty.
     """
 
     rank: int
@@ -64,6 +86,9 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     generated_tokens: int = 0
     wasted_tokens: int = 0
     seconds: float = 0.0
+    active: Ids = NOBODY
+    decoded: Counts = NOBODY
+    deeds: tuple[Deed, ...] = ()
 
 
 Event = Arrived | InputEnded | Refused | Reported
@@ -88,19 +113,20 @@ class Run(Struct, frozen=True, tag=True, eq=False):
 
 
 class Yield(Struct, frozen=True, tag=True, eq=False):
-    """Stop these sequences at the next module boundary and free the device for others."""
+    """Stop these active sequences of the rank, keep their KV, and hold them until Combine or Migrate names them."""
 
     sequences: Ids
 
 
 class Combine(Struct, frozen=True, tag=True, eq=False):
-    """Resume these yielded sequences in one batch."""
+    """Let these held sequences of the rank run again, as room allows."""
 
     sequences: Ids
 
 
 class Migrate(Struct, frozen=True, tag=True, eq=False):
-    """Move these suspended sequences, with their KV, from `source` to `target` (ranks)."""
+    """Move these suspended or waiting sequences, with what KV they have, from rank `source` to rank `target`, where they
+    run as room allows.  Every rank gets every Migrate of a round: it is collective over the world."""
 
     sequences: Ids
     source: int
@@ -108,10 +134,16 @@ class Migrate(Struct, frozen=True, tag=True, eq=False):
 
 
 class Partition(Struct, frozen=True, tag=True, eq=False):
-    """Run each of these sequences over the rank group `ranks` (int64 [g])."""
+    """Run this active sequence of rank `leader` over the ranks [first, first + size) (the leader is one of them), until
+    it ends or another Partition names it; size 1 (first = leader) ends its being sharded.
 
-    sequences: Ids
-    ranks: Ids
+    Every rank gets every Partition of a round: it is collective over the world.
+    """
+
+    sequence: int
+    leader: int
+    first: int
+    size: int
 
 
 class Stop(Struct, frozen=True, tag=True, eq=False):

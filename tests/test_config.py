@@ -162,9 +162,9 @@ def test_every_value_not_default_is_explained_with_its_source():
 
 
 def test_the_json_holds_every_value_and_every_source():
-    told = json.loads(resolve(["--kv-memory", "1G"], {}).to_json())
+    told = json.loads(resolve(["--host-kv-memory", "1G"], {}).to_json())
     assert set(told["values"]) == {option.name for option in options()}
-    assert told["values"]["kv_memory"] == 1 << 30 and told["sources"] == {"kv_memory": "flag"}
+    assert told["values"]["host_kv_memory"] == 1 << 30 and told["sources"] == {"host_kv_memory": "flag"}
 
 
 def test_a_config_survives_a_copy_between_processes():

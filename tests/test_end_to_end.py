@@ -161,7 +161,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
                                "--overwrite"],
         "no template": run("chat", model=broken, out="x"),
         "nan": run("text", model=broken, out="x"),
-        "no kv": run("text", "--kv-memory", "100", out="x"),
+        "no kv": run("text", "--host-kv-memory", "100", out="x"),
         "context": run("text", "--max-model-len", "100000", out="x"),
         "empty": run("empty"),
         "export empty": export("empty"),
@@ -314,7 +314,7 @@ def test_c80_a_list_of_limits_is_refused_before_anything_runs(tmp_path: Path) ->
         ("results over input", 2, ["--input-file and --output-file"]),
         pytest.param("no template", 2, ["--chat-template"], id="c26-before-weights-that-would-be-refused"),
         pytest.param("nan", 65, ["lm_head.weight", "--allow-nonfinite"], id="c49-weights-that-are-refused"),
-        ("no kv", 2, ["--kv-memory"]),
+        ("no kv", 2, ["--host-kv-memory"]),
         ("context", 2, ["--max-model-len"]),
     ],
 )

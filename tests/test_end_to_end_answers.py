@@ -397,7 +397,7 @@ def test_c60_a_pool_for_three_of_eight_sequences_gives_the_same_answers_and_says
         f"r{at}": {"prompt": PROMPT[at % 8 : at % 8 + 10]} | usual | KEPT[at % 8] for at in range(16)
     }
     giant: dict[str, dict[str, Any]] = {"giant": {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True}}
-    small = ["--kv-memory", str(pool * token), "--page-tokens", "16"]
+    small = ["--host-kv-memory", str(pool * token), "--page-tokens", "16"]
     commands = []
     for family in ("llama", "mixtral"):
         model = make_tokenizer(checkpoints.make(family, tmp_path / family, max_position_embeddings=2048))

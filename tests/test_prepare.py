@@ -24,17 +24,17 @@ def test_the_pool_is_no_larger_than_all_sequences_at_full_length_need() -> None:
 
 
 def test_kv_memory_is_taken_as_it_is_said() -> None:
-    asked = config("--kv-memory", "10k")
+    asked = config("--host-kv-memory", "10k")
     assert pages_that_fit(asked, one_page=1000, context=64000, node_ranks=9, available=1) == 10
 
 
 def test_a_pool_without_a_page_is_refused_and_says_the_flag() -> None:
-    with pytest.raises(UsageError, match=r"hold no page of 2,000 bytes; raise --kv-memory"):
-        pages_that_fit(config("--kv-memory", "1k"), one_page=2000, context=64, node_ranks=1, available=1 << 30)
+    with pytest.raises(UsageError, match=r"hold no page of 2,000 bytes; raise --host-kv-memory"):
+        pages_that_fit(config("--host-kv-memory", "1k"), one_page=2000, context=64, node_ranks=1, available=1 << 30)
 
 
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused() -> None:
-    asked = config("--kv-memory", "1k", "--max-model-len", "1280")
+    asked = config("--host-kv-memory", "1k", "--max-model-len", "1280")
     with pytest.raises(UsageError, match="needs 2,000 bytes of KV"):
         pages_that_fit(asked, one_page=100, context=1280, node_ranks=1, available=1)
 

@@ -108,7 +108,7 @@ def test_tokens_do_not_depend_on_forced_yields(
     root, requests, expected = work
     words = []
     for family in FAMILIES:
-        pool = ["--page-tokens", "4", "--kv-memory", str(28 * page_bytes(family, root / family, 4))]
+        pool = ["--page-tokens", "4", "--host-kv-memory", str(ranks * 28 * page_bytes(family, root / family, 4))]
         words.append(_words(root, requests, family, tmp_path / f"{family}.h5", pool))
     ended = jobs.run_jobs(ranks, words, tmp_path)
     for family in FAMILIES:
