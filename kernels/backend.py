@@ -12,7 +12,8 @@ backend that completes at once returns a receipt that is already done.
 KV pages of one layer, the layout that every tier (device, host, disk, window) shares:
   grouped-query attention  [P, 2, G, page_tokens, W]   keys, then values
   latent attention (MLA)   [P, page_tokens, L]         compressed KV, then the rotated key part
-so one page of one layer is always one contiguous piece of bytes.
+so one page of one layer is always one contiguous piece of bytes.  Calls on the pages of one layer also take a view of
+a wider whole (one layer of all layers' pages, some key-value heads): every step but a page's last two may be any.
 """
 
 from __future__ import annotations

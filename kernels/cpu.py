@@ -117,14 +117,12 @@ class CpuBackend:
     def append(self, key: torch.Tensor, value: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan) -> None:
         """Write key, value [T, G, W] of the new tokens into their places."""
         plan = own_plan(plan)
-        _, _, groups, page_tokens, width = layer_pages.shape
-        step = page_tokens * width * layer_pages.element_size()
-        cpu_attention.append_rows(self._team, key, layer_pages, 0, step, plan)
-        cpu_attention.append_rows(self._team, value, layer_pages, groups * step, step, plan)
+        cpu_attention.append_rows(self._team, key, layer_pages[:, 0], plan)
+        cpu_attention.append_rows(self._team, value, layer_pages[:, 1], plan)
 
     def append_latent(self, latent: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan) -> None:
         """Write latent [T, L] of the new tokens into their places."""
-        cpu_attention.append_rows(self._team, latent[:, None], layer_pages, 0, 0, own_plan(plan))
+        cpu_attention.append_rows(self._team, latent[:, None], layer_pages[:, None], own_plan(plan))
 
     def attend(
         self, query: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan, scale: float, window: int

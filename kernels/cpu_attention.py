@@ -136,21 +136,34 @@ class CpuPlan:
         return Tasks(np.ascontiguousarray(tasks), np.ascontiguousarray(joins), int(spans[long].sum()) * groups)
 
 
+def steps_of(layer_pages: torch.Tensor) -> tuple[int, ...]:
+    """Return the bytes from one page to the next, and so on down to the rows of a page.
+
+    Pages may be a view of a wider whole (one layer of all layers' pages, some of the heads); only a page's rows must
+    lie one behind the other.
+    """
+    if layer_pages.stride(-1) != 1 or layer_pages.stride(-2) != layer_pages.shape[-1]:
+        raise InternalError(
+            f"pages {tuple(layer_pages.shape)} have strides {layer_pages.stride()}; the rows of a page must lie one "
+            "behind the other, so the last two must be its width and 1"
+        )
+    size = layer_pages.element_size()
+    return tuple(step * size for step in layer_pages.stride()[:-1])
+
+
 def grouped_places(layer_pages: torch.Tensor, heads: int) -> Places:
     """Describe pages [P, 2, G, page_tokens, W]."""
-    _, _, groups, page_tokens, width = layer_pages.shape
-    row = width * layer_pages.element_size()
-    half = groups * page_tokens * row
-    return Places(layer_pages.stride(0) * layer_pages.element_size(), page_tokens * row, half, page_tokens * row, row,
-                  width, width, heads // groups)
+    page, half, group, row = steps_of(layer_pages)
+    groups, width = layer_pages.shape[2], layer_pages.shape[4]
+    if heads % groups:
+        raise InternalError(f"attend: {heads} query heads over {groups} key-value heads; each must have as many")
+    return Places(page, group, half, group, row, width, width, heads // groups)
 
 
 def latent_places(layer_pages: torch.Tensor, heads: int, value_width: int) -> Places:
     """Describe pages [P, page_tokens, L]."""
-    width = layer_pages.shape[2]
-    row = width * layer_pages.element_size()
-    return Places(layer_pages.stride(0) * layer_pages.element_size(), 0, 0, 0, row, width, value_width,
-                  min(heads, LATENT_BLOCK))
+    page, row = steps_of(layer_pages)
+    return Places(page, 0, 0, 0, row, layer_pages.shape[2], value_width, min(heads, LATENT_BLOCK))
 
 
 def attend_rows(
@@ -206,16 +219,15 @@ def check_fit(deed: str, rows: torch.Tensor, layer_pages: torch.Tensor, plan: Cp
         )
 
 
-def append_rows(
-    team: Team, source: torch.Tensor, pages: torch.Tensor, offset: int, group_step: int, plan: CpuPlan
-) -> None:
-    """Write source [T, G, W] into its places `offset` bytes into each page."""
+def append_rows(team: Team, source: torch.Tensor, pages: torch.Tensor, plan: CpuPlan) -> None:
+    """Write source [T, G, W] into its places in pages [P, G, page_tokens, W]."""
     check_fit("append", source, pages, plan)
+    page_step, group_step, row_step = steps_of(pages)
     if source.stride(-1) != 1:
         source = source.contiguous()
     size = source.element_size()
-    tokens, groups, width = source.shape
+    tokens, groups, _ = source.shape
     run: Any = team.run if source.numel() > ALONE else team.run_alone
     run(kernels.append, source.data_ptr(), source.stride(0) * size, source.stride(1) * size,
-        pages.data_ptr() + offset, pages.stride(0) * size, group_step, width * size, plan.page.ctypes.data,
+        pages.data_ptr(), page_step, group_step, row_step, plan.page.ctypes.data,
         plan.slot.ctypes.data, tokens, groups)

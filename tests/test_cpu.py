@@ -112,6 +112,52 @@ def test_append_writes_each_new_token_into_its_place_and_nothing_else(backend: C
     assert torch.equal(latent_pages, latent_expected)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_may_be_one_layer_and_some_heads_of_a_wider_whole(
+    backend: CpuBackend, dtype: torch.dtype, window: int
+) -> None:
+    batch = Batch([1, 33, 3, 20], [700, 15, 16, 100])
+    plan = batch.plan(backend)
+    store = torch.randn(batch.pool, 3, 2, 5, 16, 24).to(dtype)  # page, layer, keys and values, head, token, column
+    view, before = store[:, 1, :, 1:3], store.clone()
+    alone = view.contiguous()
+    query = torch.randn(batch.tokens, 6, 24).to(dtype)
+    key, value = torch.randn(2, batch.tokens, 2, 24).to(dtype)
+    for pages in (view, alone):
+        backend.append(key, value, pages, plan)
+    assert torch.equal(view, alone)
+    assert torch.equal(backend.attend(query, view, plan, 0.2, window), backend.attend(query, alone, plan, 0.2, window))
+    before[:, 1, :, 1:3] = alone
+    assert torch.equal(store, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_pages_may_be_one_layer_of_all(backend: CpuBackend, dtype: torch.dtype) -> None:
+    batch = Batch([1, 33, 3, 20], [700, 15, 16, 100])
+    plan = batch.plan(backend)
+    store = torch.randn(batch.pool, 3, 16, 40).to(dtype)
+    view, before = store[:, 2], store.clone()
+    alone = view.contiguous()
+    query, latent = torch.randn(batch.tokens, 6, 40).to(dtype), torch.randn(batch.tokens, 40).to(dtype)
+    for pages in (view, alone):
+        backend.append_latent(latent, pages, plan)
+    assert torch.equal(view, alone)
+    assert torch.equal(
+        backend.attend_latent(query, view, plan, 0.2, 32), backend.attend_latent(query, alone, plan, 0.2, 32)
+    )
+    before[:, 2] = alone
+    assert torch.equal(store, before)
+
+
+def test_pages_whose_rows_lie_apart_are_refused(backend: CpuBackend) -> None:
+    plan = backend.plan_attention(np.array([0, 1], np.int32), np.array([0], np.int32), np.array([[0]], np.int32), 16)
+    with pytest.raises(InternalError, match="rows of a page must lie one behind the other"):
+        backend.attend(torch.zeros(1, 2, 8), torch.zeros(1, 2, 2, 16, 9)[..., :8], plan, 1.0, 0)
+    with pytest.raises(InternalError, match="3 query heads over 2 key-value heads"):
+        backend.attend(torch.zeros(1, 3, 8), torch.zeros(1, 2, 2, 16, 8), plan, 1.0, 0)
+
+
 def test_a_decode_row_is_bit_equal_alone_and_in_company(backend: CpuBackend) -> None:
     pages = torch.randn(200, 2, 2, 16, 16)
     query = torch.randn(3, 4, 16)
