@@ -4,17 +4,21 @@ Beside the arrays of the sequence manager a live sequence has a few things that 
 text stream when it has stop texts, pieces of log-probabilities.  An object exists only while its sequence is live, and
 only rows that ask for such things cost Python time in a step.
 
-A transcript survives a yield: positions that are computed again are not recorded twice.
+A transcript survives a yield: positions that are computed again are not recorded twice.  It also survives a move to
+another rank (MIGRATE): `pack` makes typed data of it that crosses ranks, `unpack` goes on where it stood.  A text
+stream does not travel: the generated tokens do, for the sequence needs them anyway, and pushing them again gives the
+same stream.  Rejected: spelling the decoder's inner state, half characters and reach of stop texts, as data.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bgmpi.errors import RowError
+from bgmpi.errors import InternalError, RowError
 from bgmpi.io.text_stream import TextStream
 from bgmpi.io.tokenizer import Tokenizer
 from bgmpi.request import Answer, Finish, Logprobs, Request
@@ -46,6 +50,14 @@ class Pieces:
             return Logprobs(np.empty(0, np.float32), empty.astype(np.int32), empty.astype(np.float32))
         return Logprobs(np.concatenate(self.chosen), np.concatenate(self.top_ids), np.concatenate(self.top))
 
+    @classmethod
+    def of(cls, width: int, so_far: Logprobs) -> Pieces:
+        """Return pieces that go on behind `so_far`."""
+        pieces = cls(width)
+        if len(so_far.chosen):
+            pieces.add(so_far.chosen, so_far.top_ids, so_far.top)
+        return pieces
+
 
 @dataclass(slots=True)
 class Transcript:
@@ -75,6 +87,62 @@ def open_transcript(request: Request, sample: int, queued_s: float, tokenizer: T
         width = (1, asks.prompt_logprobs)
         pieces.add(np.full(1, NAN, np.float32), np.full(width, -1, np.int32), np.full(width, NAN, np.float32))
         transcript.prompt_logprobs = pieces
+    return transcript
+
+
+class TranscriptParcel(msgspec.Struct, frozen=True, eq=False):
+    """A transcript on its way to another rank: what `world.encode` and `decode` carry, arrays included.
+
+    The fields are those of `Transcript`; log-probabilities are joined, None where the request asks for none.
+    """
+
+    request: Request
+    sample: int
+    queued_s: float
+    default_cap: bool
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
+    first_token_s: float
+    stop_reason: str | int | None
+
+
+def pack(transcript: Transcript) -> TranscriptParcel:
+    """Return the transcript of a live sequence as typed data; the transcript itself is left as it is."""
+    return TranscriptParcel(
+        request=transcript.request,
+        sample=transcript.sample,
+        queued_s=transcript.queued_s,
+        default_cap=transcript.default_cap,
+        logprobs=transcript.logprobs.joined() if transcript.logprobs is not None else None,
+        prompt_logprobs=transcript.prompt_logprobs.joined() if transcript.prompt_logprobs is not None else None,
+        first_token_s=transcript.first_token_s,
+        stop_reason=transcript.stop_reason,
+    )
+
+
+def unpack(parcel: TranscriptParcel, tokenizer: Tokenizer, generated: NDArray[np.int32]) -> Transcript:
+    """Return the transcript that `parcel` was packed from.
+
+    generated: int32 [n], every token that the sequence has generated.  Raises InternalError when one of the request's
+    stop texts is complete in them: such a sequence has ended and has no business to move.
+    """
+    transcript = open_transcript(parcel.request, parcel.sample, parcel.queued_s, tokenizer)
+    transcript.default_cap = parcel.default_cap
+    transcript.first_token_s = parcel.first_token_s
+    transcript.stop_reason = parcel.stop_reason
+    asks = parcel.request.sampling
+    if asks.logprobs is not None and parcel.logprobs is not None:
+        transcript.logprobs = Pieces.of(asks.logprobs, parcel.logprobs)
+    if asks.prompt_logprobs is not None and parcel.prompt_logprobs is not None:
+        transcript.prompt_logprobs = Pieces.of(asks.prompt_logprobs, parcel.prompt_logprobs)
+    if transcript.stream is not None:
+        for token in generated.tolist():
+            matched = transcript.stream.push(token)
+            if matched is not None:
+                raise InternalError(
+                    f"row {parcel.request.row}, sample {parcel.sample} moved with {len(generated)} generated tokens, "
+                    f"but stop text {matched!r} had ended it"
+                )
     return transcript
 
 
