@@ -54,9 +54,11 @@ class Summary:
 
     finish: rows by finish reason; errors: error rows by code.  seconds: from start to last row, load_seconds of it
     for loading weights.  default_capped: rows that ended at a cap that their request did not set.
-    wasted_tokens: computed again because a yield had dropped their KV.  sct_*: percentiles
-    of sequence completion time in seconds.  expert_tokens_mean, expert_tokens_max: tokens an expert computed over the
-    job, None for a dense model.  outputs: name -> path.  samples: (prompt text, answer text).
+    wasted_tokens: computed again because a yield had dropped their KV.  migrated: moves of sequences to another rank,
+    moved_bytes of KV copied for them; partitioned: times that a sequence was spread over ranks; spilled_bytes: KV
+    written to disk.  sct_*: percentiles of sequence completion time in seconds.  expert_tokens_mean,
+    expert_tokens_max: tokens an expert computed over the job, None for a dense model.  outputs: name -> path.
+    samples: (prompt text, answer text).
     """
 
     rows: int
@@ -73,6 +75,10 @@ class Summary:
     default_capped: int = 0
     preemptions: int = 0
     wasted_tokens: int = 0
+    migrated: int = 0
+    partitioned: int = 0
+    moved_bytes: int = 0
+    spilled_bytes: int = 0
     sct_p50: float = float("nan")
     sct_p95: float = float("nan")
     sct_p99: float = float("nan")
@@ -207,6 +213,7 @@ def _table(s: Summary) -> str:
          + (f"; {s.wasted_tokens:,} computed twice" if s.wasted_tokens else "")),
         ("time", f"{s.seconds:.1f} s, of it {s.load_seconds:.1f} s loading; {s.steps:,} steps on {s.ranks} "
          f"{'rank' if s.ranks == 1 else 'ranks'}" + (f"; {s.preemptions} preemptions" if s.preemptions else "")),
+        ("moves", _moves(s)),
         ("speed", _speed(s)),
         ("sequence", f"completed in {s.sct_p50:.1f} s (half), {s.sct_p95:.1f} s (95 %), {s.sct_p99:.1f} s (99 %)"
          if s.sct_p50 == s.sct_p50 else ""),
@@ -223,6 +230,15 @@ def _speed(s: Summary) -> str:
     total = rate(s.prompt_tokens + s.generated_tokens, working)
     output = rate(s.generated_tokens, working)
     return f"{total:,.0f} tok/s, of it {output:,.0f} generated ({output / s.ranks:,.0f} a rank)"
+
+
+def _moves(s: Summary) -> str:
+    facts = [
+        f"{s.migrated:,} migrated ({s.moved_bytes / 1e6:,.1f} MB copied)" if s.migrated or s.moved_bytes else "",
+        f"{s.partitioned:,} partitioned" if s.partitioned else "",
+        f"{s.spilled_bytes / 1e6:,.1f} MB spilled to disk" if s.spilled_bytes else "",
+    ]
+    return ", ".join(fact for fact in facts if fact)
 
 
 def _load(s: Summary) -> str:

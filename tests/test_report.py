@@ -108,6 +108,23 @@ def test_the_summary_tells_counts_rates_load_and_paths():
         assert words in text
 
 
+@pytest.mark.parametrize(("moves", "told"), [
+    ({"migrated": 1200, "moved_bytes": 45_600_000}, "1,200 migrated (45.6 MB copied)"),
+    ({"migrated": 2}, "2 migrated (0.0 MB copied)"),
+    ({"partitioned": 3}, "3 partitioned"),
+    ({"spilled_bytes": 2_000_000_000}, "2,000.0 MB spilled to disk"),
+    ({"migrated": 1, "moved_bytes": 100_000, "partitioned": 1, "spilled_bytes": 100_000},
+     "1 migrated (0.1 MB copied), 1 partitioned, 0.1 MB spilled to disk"),
+])
+def test_what_moved_between_ranks_and_tiers_is_told_in_one_line(moves, told):
+    (said,) = [one for one in summary_text(replace(SUMMARY, **moves)).splitlines() if one.startswith("moves")]
+    assert said.removeprefix("moves").strip() == told
+
+
+def test_where_nothing_moved_nothing_is_said_of_it():
+    assert "\nmoves" not in summary_text(SUMMARY)
+
+
 def test_samples_are_short_wrapped_and_cannot_move_the_cursor():
     long = replace(SUMMARY, samples=[("word " * 500, "\x1b[31m" + "answer " * 500), ("", "")])
     text = summary_text(long, width=60)
