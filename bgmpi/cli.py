@@ -71,9 +71,11 @@ def _parser() -> Parser:
     export.add_argument("--tokenizer", metavar="DIR", help="spell tokens of log-probabilities as text, not as numbers")
     export.set_defaults(command=_export)
 
-    inspect = commands.add_parser("inspect", help="say what is in a results file", allow_abbrev=False)
-    inspect.add_argument("results", help="a results file, HDF5")
-    inspect.add_argument("--rows", type=_count, default=3, metavar="K", help="rows to show, default 3")
+    inspect = commands.add_parser("inspect", help="say what is in a results file or a trace", allow_abbrev=False)
+    inspect.add_argument("file", help="a results file, HDF5, or a trace (bgmpi run --trace PATH)")
+    inspect.add_argument("--rows", type=_count, default=3, metavar="K", help="rows of results to show, default 3")
+    inspect.add_argument("--timeline", metavar="OUT",
+                         help="draw what every rank of a trace did and when, as OUT.html, OUT.svg or OUT.png")
     inspect.set_defaults(command=_inspect)
 
     demo = commands.add_parser("demo-model", help="make the demo model and print its folder", allow_abbrev=False)
@@ -187,9 +189,29 @@ def _count(word: str) -> int:
 
 
 def _inspect(chosen: Namespace) -> int:
+    from bgmpi.trace import is_trace
+
+    if chosen.timeline is not None or is_trace(chosen.file):
+        return _inspect_trace(chosen)
     from bgmpi.io.results import inspect
 
-    sys.stdout.write(inspect(chosen.results, chosen.rows) + "\n")
+    sys.stdout.write(inspect(chosen.file, chosen.rows) + "\n")
+    return ExitCode.OK
+
+
+def _inspect_trace(chosen: Namespace) -> int:
+    from bgmpi.picture import check_format, draw
+    from bgmpi.timeline import read_timeline, summary
+    from bgmpi.trace import is_trace
+
+    if chosen.timeline is not None:
+        check_format(chosen.timeline)
+        if os.path.exists(chosen.file) and not is_trace(chosen.file):
+            raise UsageError(f"--timeline draws a trace, and {chosen.file} is none: bgmpi run --trace PATH writes one")
+    timeline = read_timeline(chosen.file)
+    if chosen.timeline is not None:
+        draw(timeline, chosen.timeline)
+    sys.stdout.write(summary(timeline) + "\n")
     return ExitCode.OK
 
 

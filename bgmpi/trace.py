@@ -27,11 +27,13 @@ import msgspec
 import numpy as np
 
 from bgmpi.coroutine import State
-from bgmpi.errors import InputError
+from bgmpi.errors import InputError, MissingError
 from bgmpi.primitives import NOBODY, Arrived, Event, Ids, InputEnded, Instruction, Refused, Reported
 
 FORMAT = "bgmpi-trace"
 VERSION = 2
+#: What a line of a deed says that is the line of an event.
+EVENTS = frozenset(("arrived", "refused", "input_ended", *(state.name.lower() for state in State)))
 
 
 class Round(msgspec.Struct, frozen=True, eq=False, tag_field="line", tag="round"):
@@ -122,9 +124,12 @@ def read_deeds(path: str | Path) -> Iterator[DeedLine]:
 
 
 def is_trace(path: str | Path) -> bool:
-    """Return whether the file says that it is a trace, of whatever version; raises OSError when it cannot be read."""
-    with open(path, "rb") as file:
-        start = file.readline(200)
+    """Return whether the file says that it is a trace, of whatever version; what cannot be read is none."""
+    try:
+        with open(path, "rb") as file:
+            start = file.readline(200)
+    except OSError:
+        return False
     return start.startswith(b"{") and FORMAT.encode() in start
 
 
@@ -146,7 +151,11 @@ def _lines_of(event: Event, seconds: float) -> Iterator[DeedLine]:
 
 def _records(path: str | Path, kinds: Any) -> Iterator[msgspec.Struct]:
     decoder = msgspec.json.Decoder(kinds, dec_hook=_as_array)
-    with open(path, "rb") as file:
+    try:
+        opened = open(path, "rb")  # noqa: SIM115 - only what opening raises is told so
+    except OSError as error:
+        raise MissingError(f"{path}: expected a trace, it cannot be read: {error.strerror}") from None
+    with opened as file:
         _check_header(path, file.readline())
         for line_number, line in enumerate(file, start=2):
             if not line.endswith(b"\n"):

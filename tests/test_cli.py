@@ -11,7 +11,9 @@ from launch import launch, mpiexec, on_ranks
 import bgmpi.api
 from bgmpi import cli
 from bgmpi.errors import ExitCode, InputError, InternalError, StoppedError, UsageError, WriteError
+from bgmpi.primitives import NOBODY, Deed, Reported, Stop
 from bgmpi.report import Summary
+from bgmpi.trace import TraceWriter
 
 GOOD = Summary(rows=3, done=3, failed=0, prompt_tokens=9, generated_tokens=9, seconds=1.0, ranks=1, steps=3)
 RUN = ["run", "--model", "m", "-i", "requests.jsonl"]
@@ -67,7 +69,7 @@ def test_an_interrupt_exits_130(engine):
 
 @pytest.mark.parametrize("argv", [
     [], ["exprt"], ["run"], ["run", "--model", "m"], ["run", "--bogus"], ["export"], ["export", "r.h5"], ["inspect"],
-    ["inspect", "r.h5", "--row", "1"], ["demo-model", "--kind", "dens"],
+    ["inspect", "r.h5", "--row", "1"], ["inspect", "t", "--timeline", "o.pdf"], ["demo-model", "--kind", "dens"],
 ])
 def test_words_that_mean_nothing_exit_2_with_one_line(argv, capsys):
     assert cli.main(argv) == 2
@@ -99,6 +101,47 @@ def test_the_model_named_demo_is_the_demo_model(engine, monkeypatch, tmp_path):
 def test_help_comes_without_a_model(capsys):
     assert cli.main(["run", "--help"]) == 0
     assert "--max-num-seqs" in capsys.readouterr().out
+
+
+# --- traces -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trace(tmp_path):
+    with TraceWriter(tmp_path / "t.jsonl") as writer:
+        told = [Reported(rank, (), 0, 0, 0, 0, deeds=(Deed("run", 1.0, 2.0 - rank, NOBODY),)) for rank in range(2)]
+        writer.round(0, 3.0, told, [[Stop()], [Stop()]])
+    return str(tmp_path / "t.jsonl")
+
+
+def test_a_trace_is_inspected_in_words(trace, capsys):
+    assert cli.main(["inspect", trace]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "t.jsonl: 2 ranks, 1.000 s to 3.000 s of the job"
+    assert said[-1].split() == ["all", "1", "s", "(25%)", "3", "s", "in", "2"]
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".html", b"<!DOCTYPE html>"), (".svg", b"<svg "), (".png", b"\x89PNG")])
+def test_a_timeline_is_drawn_in_the_format_of_its_name(trace, tmp_path, capsys, suffix, start):
+    out = tmp_path / f"o{suffix}"
+    assert cli.main(["inspect", "--timeline", str(out), trace]) == 0
+    assert out.read_bytes().startswith(start) and "2 ranks" in capsys.readouterr().out
+
+
+def test_only_a_trace_has_a_timeline(trace, tmp_path, capsys):
+    (tmp_path / "r.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
+    cases = {"r.h5": (2, "bgmpi run --trace"), "none": (66, "none"), "t.jsonl": (74, "No such file")}
+    for name, (code, words) in cases.items():
+        out = tmp_path / ("missing" if code == 74 else "") / "o.html"
+        assert cli.main(["inspect", str(tmp_path / name), "--timeline", str(out)]) == code
+        told = capsys.readouterr().err
+        assert words in told and told.count("\n") == 1 and not out.exists()
+
+
+def test_a_trace_of_another_version_is_refused_as_a_trace(tmp_path, capsys):
+    (tmp_path / "old").write_bytes(b'{"format":"bgmpi-trace","version":1}\n')
+    assert cli.main(["inspect", str(tmp_path / "old")]) == ExitCode.INPUT
+    assert "version=2" in capsys.readouterr().err
 
 
 # --- launching ----------------------------------------------------------------------------------------------------
