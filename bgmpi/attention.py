@@ -25,9 +25,10 @@ _LATENT_NORM_EPS = 1e-6
 
 
 class ReadWeight(Protocol):
-    """How a layer asks for its weights: by role, on the device and in the model's dtype unless it says another."""
+    """How a layer asks for its weights: by role, on the device and in the model's dtype unless it says another.  Those
+    of several roles come joined by rows, as one contiguous tensor."""
 
-    def __call__(self, role: str, expert: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+    def __call__(self, *roles: str, expert: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor: ...
 
 
 def rope_frequencies(rope: Rope) -> torch.Tensor:
@@ -111,9 +112,8 @@ class GroupedAttention:
         self.backend = backend
         self.heads, self.kv_heads, self.width = arch.heads, arch.kv_heads, arch.head
         self.scale, self.eps, self.window = arch.scale, arch.norm_eps, arch.windows[layer]
-        roles = ("query", "key", "value")
-        bias = torch.cat([read(f"{role}_bias") for role in roles]) if arch.qkv_bias else None
-        self.qkv = backend.linear(torch.cat([read(role) for role in roles]), bias)
+        bias = read("query_bias", "key_bias", "value_bias") if arch.qkv_bias else None
+        self.qkv = backend.linear(read("query", "key", "value"), bias)
         self.output = backend.linear(read("output"), read("output_bias") if arch.output_bias else None)
         self.norms = (read("query_norm"), read("key_norm")) if arch.qk_norm else None
 

@@ -11,11 +11,13 @@ rank without tokens with zero rows.  T tokens, D hidden, E experts, A experts a 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from bgmpi.architecture import GroupScore, Moe, Scoring, split_experts
 from bgmpi.attention import ReadWeight
-from bgmpi.kernels.backend import Backend
+from bgmpi.kernels.backend import Backend, Experts
 
 _TINY = 1e-20
 _FEW_NUMBERS = 2048
@@ -88,14 +90,21 @@ class Router:
         return ordered.long().mul_(len(later)).add_(later).topk(count, dim=-1)[1]
 
 
+class FeedForward(Protocol):
+    """The feed-forward part of one layer, or its shared expert."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [T, D] -> [T, D]."""
+
+
 class DenseFeedForward:
     """The gated feed-forward block that every token visits: a dense layer, or a sparse layer's shared expert."""
 
     def __init__(self, read: ReadWeight, backend: Backend, prefix: str = "", bias: bool = False) -> None:
         self.backend = backend
         first, second = f"{prefix}gate", f"{prefix}up"
-        both = torch.cat([read(f"{first}_bias"), read(f"{second}_bias")]) if bias else None
-        self.gate_up = backend.linear(torch.cat([read(first), read(second)]), both)
+        both = read(f"{first}_bias", f"{second}_bias") if bias else None
+        self.gate_up = backend.linear(read(first, second), both)
         self.down = backend.linear(read(f"{prefix}down"), read(f"{prefix}down_bias") if bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,37 +112,50 @@ class DenseFeedForward:
         return self.down(self.backend.silu_mul(self.gate_up(x)))
 
 
+def resident_experts(read: ReadWeight, backend: Backend, mine: range) -> Experts:
+    """Take the weights of the experts `mine`, which stay in memory."""
+    return backend.experts(
+        [read("expert_gate", "expert_up", expert=expert) for expert in mine],
+        [read("expert_down", expert=expert) for expert in mine],
+    )
+
+
 class SparseFeedForward:
     """Routed experts spread over all ranks, and the shared expert of this rank's own tokens."""
 
     def __init__(
-        self, moe: Moe, read: ReadWeight, backend: Backend, rank: int, ranks: int, routed: torch.Tensor
+        self, moe: Moe, read: ReadWeight, backend: Backend, rank: int, ranks: int, routed: torch.Tensor,
+        experts: Experts | None = None, shared: FeedForward | None = None,
     ) -> None:
-        """Take the router and the experts that `rank` owns; `routed` int64 [E] counts this rank's tokens by expert."""
+        """Take the router and the experts that `rank` owns; `routed` int64 [E] counts this rank's tokens by expert.
+
+        experts, shared: those that do not stay in memory, None to read them here.
+        """
         self.moe, self.backend, self.routed = moe, backend, routed
         bias = read("selection_bias", dtype=torch.float32) if moe.selection_bias else None
         self.router = Router(moe, read("router", dtype=torch.float32), bias)
         spans = split_experts(moe.experts, ranks)
-        mine = range(*spans[rank])
-        self.experts = backend.experts(
-            [torch.cat([read("expert_gate", expert), read("expert_up", expert)]) for expert in mine],
-            [read("expert_down", expert) for expert in mine],
-        )
+        self.experts = experts or resident_experts(read, backend, range(*spans[rank]))
         sizes = torch.tensor([end - begin for begin, end in spans])
         self.owner = torch.arange(ranks, dtype=torch.int32).repeat_interleave(sizes).to(backend.device)
         self.local = torch.cat([torch.arange(size, dtype=torch.int32) for size in sizes]).to(backend.device)
-        self.shared = DenseFeedForward(read, backend, "shared_") if moe.shared else None
+        self.shared = (shared or DenseFeedForward(read, backend, "shared_")) if moe.shared else None
         self.switch = read("shared_switch").T.contiguous() if moe.shared_gate else None
         self._ones = torch.ones(1, dtype=torch.int64, device=backend.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Collective over the expert ranks, also with T = 0.  x [T, D] -> [T, D]."""
+        result = self.visit(x)
+        return result if self.shared is None else self.add_shared(x, result, self.shared(x))
+
+    def visit(self, x: torch.Tensor) -> torch.Tensor:
+        """Collective over the expert ranks, also with T = 0.  Let each token visit its routed experts alone."""
         backend = self.backend
         expert, weight = self.router(x)
         self.routed.scatter_add_(0, expert.view(-1).long(), self._ones.expand(expert.numel()))
         arrived = backend.exchange(x, expert, weight, self.owner, self.local)
-        result = backend.give_back(arrived, self.experts(arrived.x, arrived.expert, arrived.weight))
-        if self.shared is not None:
-            shared = self.shared(x)
-            result = result + (shared if self.switch is None else shared * torch.mm(x, self.switch).sigmoid_())
-        return result
+        return backend.give_back(arrived, self.experts(arrived.x, arrived.expert, arrived.weight))
+
+    def add_shared(self, x: torch.Tensor, routed: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        """Add what the shared expert made of x to what the routed ones did, switched where the model has a switch."""
+        return routed + (shared if self.switch is None else shared * torch.mm(x, self.switch).sigmoid_())

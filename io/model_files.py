@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,18 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
 _FP8 = "F8_E4M3"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor's numbers lie: `size` bytes of `dtype` at byte `offset` of a file."""
+
+    path: Path
+    offset: int
+    size: int
+    dtype: torch.dtype
 
 
 class ModelFiles:
@@ -44,6 +56,7 @@ class ModelFiles:
         self._place: dict[str, str] = {}
         self._shape: dict[str, tuple[int, ...]] = {}
         self._packed: set[str] = set()
+        self._headers: dict[str, tuple[dict[str, Any], int]] = {}
 
     def names(self) -> list[str]:
         """Return the names of all tensors, without empty ones and without the scales of packed ones."""
@@ -66,13 +79,33 @@ class ModelFiles:
     def read(self, name: str, allow_nonfinite: bool = False) -> torch.Tensor:
         """Return a tensor whose numbers were looked at; InputError naming it when any is NaN or Inf (case C49)."""
         tensor = self.tensor(name)
-        if not allow_nonfinite and tensor.numel() and not _finite(tensor):
+        if not allow_nonfinite:
+            self.require_finite(name, tensor)
+        return tensor
+
+    def require_finite(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise InputError when any number of the tensor of that name is NaN or Inf."""
+        if tensor.numel() and not _finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             raise InputError(
                 f"{self.folder / self._place[name]}: tensor {name} has {bad} of {tensor.numel()} numbers that are NaN "
                 f"or Inf; fetch the file again, or pass --allow-nonfinite to use it as it is"
             )
-        return tensor
+
+    def stored(self, name: str) -> Stored | None:
+        """Return where a tensor lies in its file, None when no file holds its numbers as they are (packed, made up)."""
+        self._require(name)
+        if name in self._packed or name not in self._place:
+            return None
+        shard = self._place[name]
+        if shard not in self._headers:
+            self._headers[shard] = _read_header(self.folder / shard)
+        header, front = self._headers[shard]
+        about = header[name]
+        if about["dtype"] not in _DTYPES:
+            return None
+        begin, end = about["data_offsets"]
+        return Stored(self.folder / shard, front + begin, end - begin, _DTYPES[about["dtype"]])
 
     def open_shard(self, shard: str, promised: set[str] | None) -> None:
         """Map one file and take up its tensors; `promised` None takes all."""
@@ -150,6 +183,14 @@ class DummyFiles(ModelFiles):
 def open_dummy_files(folder: Path) -> DummyFiles:
     """Open a folder for its configs alone; no weights need be there.  Raises MissingError or InputError."""
     return DummyFiles(folder, _read_json(folder / "config.json"), _read_json(folder / "generation_config.json", {}))
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Read what a safetensors file says of its tensors, and where its data begin; `open_shard` found it sound."""
+    with path.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(size))
+    return header, 8 + size
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -53,6 +53,16 @@ class Experts(Protocol):
         """
 
 
+class ExpertSource(Protocol):
+    """Where the weights of routed experts come from that do not stay in memory."""
+
+    def take(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return gate_up [2 * I, D] (gate rows first) and down [D, I] of a local expert, there until `give`."""
+
+    def give(self, expert: int) -> None:
+        """Say that nothing reads the weights of this expert any more."""
+
+
 class AttentionPlan(Protocol):
     """Which tokens of which sequences one micro-batch holds, uploaded once and used by every layer."""
 
@@ -104,6 +114,10 @@ class Backend(Protocol):
 
     def experts(self, gate_up: list[torch.Tensor], down: list[torch.Tensor]) -> Experts:
         """Prepare E experts: gate_up [2 * I, D] each (gate rows first), down [D, I] each; activation SiLU."""
+
+    def experts_in_turn(self, source: ExpertSource, count: int) -> Experts:
+        """Prepare `count` experts whose weights come one after another: every call takes and gives back each of
+        0 .. count - 1 in order, also without tokens.  Results are those of `experts`."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., D] -> normalised in float32, scaled, in x's dtype."""

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError, UsageError
 from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_layers, cpu_row_kernels
-from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, Linear
+from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, ExpertSource, Linear
 from bgmpi.kernels.cpu_attention import CpuPlan
 from bgmpi.kernels.cpu_exchange import CpuExchanged
+from bgmpi.kernels.cpu_experts_in_turn import CpuExpertsInTurn
 from bgmpi.kernels.cpu_layers import ALONE, KIND
 from bgmpi.kernels.cpu_tiles import TileExperts, TileLinear, Tiles, ask_for_tiles
 from bgmpi.kernels.team import Team, bits
@@ -83,6 +84,10 @@ class CpuBackend:
         if self._tiles is not None and gate_up and gate_up[0].dtype == torch.bfloat16:
             return TileExperts(self._tiles, gate_up, down)
         return cpu_layers.CpuExperts(self._team, gate_up, down)
+
+    def experts_in_turn(self, source: ExpertSource, count: int) -> Experts:
+        """Prepare `count` experts whose weights come one after another (see Backend.experts_in_turn)."""
+        return CpuExpertsInTurn(self._team, self._tiles, source, count)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., D] -> normalised in float32, scaled, in x's dtype."""

@@ -66,8 +66,8 @@ def weights(shapes: dict[str, tuple[int, ...]]):
     draw = torch.Generator().manual_seed(0)
     made = {role: torch.randn(shape, generator=draw) * 0.2 for role, shape in shapes.items()}
 
-    def read(role: str, expert: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return made[role].clone()
+    def read(*roles: str, expert: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.cat([made[role] for role in roles])
 
     return made, read
 

@@ -114,7 +114,7 @@ def reader(moe: Moe):
         (role, expert): 0.3 * torch.randn(shape, generator=draw)
         for role, shape in shapes.items() for expert in range(moe.experts)
     }
-    return lambda role, expert=0, dtype=None: made[role, expert].clone()
+    return lambda *roles, expert=0, dtype=None: torch.cat([made[role, expert] for role in roles])
 
 
 def build(moe: Moe, backend, rank: int = 0, ranks: int = 1) -> SparseFeedForward:

@@ -1,0 +1,187 @@
+"""Weights straight from disk into a buffer of the caller, as fast as the disk gives them.
+
+Streaming a model that is larger than memory through the page cache costs twice: the kernel copies every byte, and under
+a memory limit it spends its time throwing pages out.  So files are opened past the cache (O_DIRECT) where their file
+system allows, and a tensor is read in large requests of whole blocks, right to where it is used.  A block is the unit
+of such reads, a tensor is not: what is read is the tensor and the rest of its first and last block.  Hence a tensor
+lies in the buffer as it lies in the file, at the same distance from the beginning of a block, and several tensors are
+joined by rows without a copy as long as their distances fit (sizes of whole blocks, the usual case); one that does not
+fit, or whose numbers must change their dtype, passes through a small buffer.  Where the file system refuses, and for
+weights that are packed or made up, `ModelFiles` maps or makes them and they are copied.
+
+Knows files and bytes; not what the tensors mean, nor who asks when.  Safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bgmpi.errors import InputError
+from bgmpi.io.model_files import ModelFiles, Stored
+
+#: What reads past the page cache begin and end at a multiple of.
+BLOCK = 4096
+#: Bytes of one request.
+REQUEST = 8 << 20
+_HUGE = 2 << 20
+
+
+def aligned_buffer(size: int) -> NDArray[np.uint8]:
+    """Return `size` bytes of memory of their own that begin at a multiple of 2 MiB, in huge pages where there are any.
+
+    Filling huge pages takes half the time: the kernel pins and maps 512 times fewer of them.
+    """
+    held = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(held, np.uint8)
+    begin = -whole.ctypes.data % _HUGE
+    return whole[begin : begin + size]
+
+
+class LayerFiles:
+    """Reads tensors of one model as `dtype`.  bytes_read, seconds: what reading gave and took so far, all threads
+    together; direct: whether any file is read past the page cache."""
+
+    def __init__(self, files: ModelFiles, dtype: torch.dtype, *, direct: bool = True) -> None:
+        """direct False: map the files even where the file system would allow reading past the page cache."""
+        self._files, self._dtype, self._direct = files, dtype, direct
+        self._opened: dict[Path, int | None] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self.bytes_read = 0
+        self.seconds = 0.0
+
+    @property
+    def direct(self) -> bool:
+        """Say whether any file was opened past the page cache."""
+        return any(one is not None for one in self._opened.values())
+
+    def room(self, names: Sequence[str]) -> int:
+        """Return how many bytes `read` needs for these tensors: whole blocks."""
+        size = sum(prod(self._files.shape(name)) for name in names) * self._dtype.itemsize
+        return -(-size // BLOCK) * BLOCK + BLOCK
+
+    def read(self, names: Sequence[str], place: NDArray[np.uint8], allow_nonfinite: bool = True) -> torch.Tensor:
+        """Read tensors into `place`, joined by rows, and return them as one that lies in it.
+
+        names: tensors of equal width; place uint8, at least `room(names)` bytes, beginning at a block.  What else
+        `place` holds is overwritten.  allow_nonfinite False: look for NaN and Inf.  Raises InputError naming the file
+        when it is cut short or unreadable, and the tensor when it has bad numbers.
+        """
+        begun = time.perf_counter()
+        stored = [self._files.stored(name) for name in names]
+        first = stored[0]
+        begin = first.offset % BLOCK if first is not None and self._fits(first) else 0
+        end = begin
+        pieces = []
+        for name, one in zip(names, stored, strict=True):
+            size = prod(self._files.shape(name)) * self._dtype.itemsize
+            self._read_one(name, one, place, end)
+            pieces.append((name, end, size))
+            end += size
+        if not allow_nonfinite:
+            for name, at, size in pieces:
+                self._files.require_finite(name, torch.from_numpy(place[at : at + size]).view(self._dtype))
+        with self._lock:
+            self.bytes_read += end - begin
+            self.seconds += time.perf_counter() - begun
+        shape = self._files.shape(names[0])
+        return torch.from_numpy(place[begin:end]).view(self._dtype).view(-1, *shape[1:])
+
+    def close(self) -> None:
+        """Close the files.  Nobody may be reading."""
+        for handle in self._opened.values():
+            if handle is not None:
+                os.close(handle)
+        self._opened.clear()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _fits(self, stored: Stored) -> bool:
+        """Say whether the file's numbers can be used where they land."""
+        return stored.dtype == self._dtype and stored.offset % self._dtype.itemsize == 0
+
+    def _read_one(self, name: str, stored: Stored | None, place: NDArray[np.uint8], at: int) -> None:
+        """Read one tensor to place[at:], leaving what lies before it as it is."""
+        handle = self._open(stored.path) if stored is not None else None
+        if stored is None or handle is None:
+            tensor = self._files.tensor(name)
+            target = torch.from_numpy(place[at : at + tensor.numel() * self._dtype.itemsize]).view(self._dtype)
+            target.copy_(tensor.reshape(-1))
+        elif self._fits(stored) and (stored.offset - at) % BLOCK == 0:
+            edge = at % BLOCK
+            kept = place[at - edge : at].copy()
+            _fill(handle, stored, place[at - edge :], 0, stored.size)
+            place[at - edge : at] = kept
+        else:
+            self._read_by_bounce(handle, stored, place, at)
+
+    def _read_by_bounce(self, handle: int, stored: Stored, place: NDArray[np.uint8], at: int) -> None:
+        """Read in requests into a buffer of this thread's own, and copy, changing the dtype where it must."""
+        bounce = getattr(self._thread, "bounce", None)
+        if bounce is None:
+            bounce = self._thread.bounce = aligned_buffer(REQUEST + 2 * BLOCK)
+        for begin in range(0, stored.size, REQUEST):
+            size = min(REQUEST, stored.size - begin)
+            edge = (stored.offset + begin) % BLOCK
+            _fill(handle, stored, bounce, begin, size)
+            found = bounce[edge : edge + size]
+            if stored.dtype == self._dtype:
+                place[at + begin : at + begin + size] = found
+                continue
+            # A piece of a file whose numbers do not begin at a multiple of their size.
+            aligned = found if stored.offset % stored.dtype.itemsize == 0 else found.copy()
+            source = torch.from_numpy(aligned).view(stored.dtype)
+            to = at + begin // stored.dtype.itemsize * self._dtype.itemsize
+            target = place[to : to + source.numel() * self._dtype.itemsize]
+            torch.from_numpy(target).view(self._dtype).copy_(source)
+
+    def _open(self, path: Path) -> int | None:
+        """Return a handle that reads past the page cache, None where the file system has no such thing."""
+        with self._lock:
+            if path not in self._opened:
+                self._opened[path] = _open_direct(path) if self._direct else None
+            return self._opened[path]
+
+
+def _open_direct(path: Path) -> int | None:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return None
+    try:
+        # Some file systems take the flag and refuse the reading.
+        os.preadv(handle, [memoryview(mmap.mmap(-1, BLOCK))], 0)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _fill(handle: int, stored: Stored, target: NDArray[np.uint8], begin: int, size: int) -> None:
+    """Read the whole blocks around bytes [begin, begin + size) of a tensor to the beginning of `target`."""
+    start = (stored.offset + begin) // BLOCK * BLOCK
+    needed = stored.offset + begin + size - start
+    whole = memoryview(target)[: -(-needed // BLOCK) * BLOCK]  # type: ignore[arg-type]
+    done = 0
+    while done < needed:
+        try:
+            got = os.preadv(handle, [whole[done : done + REQUEST]], start + done)
+        except OSError as error:
+            raise InputError(f"{stored.path}: reading weights at byte {start + done:,} failed: {error}") from error
+        done += got
+        if done < needed and (got == 0 or got % BLOCK):
+            raise InputError(
+                f"{stored.path}: it ends at byte {start + done:,}, but a tensor of its header reaches to byte "
+                f"{start + needed:,}; it was cut while the job ran, fetch it again"
+            )
