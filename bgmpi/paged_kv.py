@@ -2,10 +2,12 @@
 
 A sequence holds whole pages of `page_tokens` tokens; each decoding sequence has two future pages reserved (paper A5),
 so a round of one page of steps can never run dry in its middle.  Reserving counts pages without naming them; only a
-reserved page can become a held one.  Every call either does all of what was asked or nothing (allocate, then commit).
+reserved page can become a held one.  Pages of a sequence that lost its slot but kept its KV are parked: whoever parked
+them knows their numbers.  Every call either does all of what was asked or nothing (allocate, then commit).
 
-Knows slots, never sequences, tokens' values or devices.  Page tables are one array for all slots because every step
-reads many of them; rejected: a list of pages per sequence.
+Knows slots, never sequences, tokens' values or devices.  Page numbers are names: a rank's first pool counts from
+`first`, and pools of one node may trade numbers (`trade`), so that KV changes its owner without a copy.  Page tables are
+one array for all slots because every step reads many of them; rejected: a list of pages per sequence.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from bgmpi.errors import InternalError
 
 RESERVE = 2
 
+Pages = NDArray[np.int32]
+
 
 class PageError(InternalError):
     """Pages leaked, were held twice, or were used without being reserved: all bets are off."""
@@ -26,55 +30,73 @@ class PagedKV:
     """The page pool of one rank and the page table of each slot.
 
     table: int32 [slots, widest], page numbers, -1 behind the last; held, reserved: int32 [slots], pages.
-    limit: int32 [slots], the most pages the slot's sequence can ever hold.
+    base: int32 [slots], the ordinal of the first page held (its predecessors lie elsewhere): table[slot, i] has the
+    tokens from (base + i) * page_tokens on.  limit: int32 [slots], the ordinal behind the last page that the slot's
+    sequence can ever need.  parked: pages that no slot holds.
     """
 
-    def __init__(self, pages: int, slots: int, page_tokens: int) -> None:
+    def __init__(self, pages: int, slots: int, page_tokens: int, *, first: int = 0, reserve: int = RESERVE) -> None:
         self.pages = pages
         self.page_tokens = page_tokens
-        self.table: NDArray[np.int32] = np.full((slots, 8), -1, np.int32)
+        self.table: Pages = np.full((slots, 8), -1, np.int32)
         self.held: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.reserved: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.base: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.limit: NDArray[np.int32] = np.zeros(slots, np.int32)
-        self._stack: NDArray[np.int32] = np.arange(pages - 1, -1, -1, dtype=np.int32)
+        self.parked = 0
+        self._most_reserved = reserve
+        self._stack: Pages = np.arange(first + pages - 1, first - 1, -1, dtype=np.int32)
         self._unheld = pages
         self._reserved = 0
         self._last = "open pool"
 
     @property
     def free(self) -> int:
-        """Pages that are neither held nor reserved."""
+        """Pages that are neither held, parked nor reserved."""
         return self._unheld - self._reserved
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages `tokens` tokens fill."""
         return -(-tokens // self.page_tokens)
 
-    def open(self, slot: int, tokens: int, most_tokens: int, *, spare: int = 0) -> bool:
+    def end(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens that the slots' pages reach to, int64 [k]."""
+        reached: NDArray[np.int64] = (self.base[slots] + self.held[slots]).astype(np.int64) * self.page_tokens
+        return reached
+
+    # --- slots ----------------------------------------------------------------------------------------------------
+
+    def open(self, slot: int, tokens: int, most_tokens: int, *, spare: int = 0, base: int = 0,
+             parked: Pages | None = None) -> bool:
         """Hold pages for `tokens` tokens and reserve the next ones for an empty slot; True, or False and no change.
 
-        most_tokens: the longest the sequence can become.  spare: pages that must still be free afterwards.
+        most_tokens: the longest the sequence can become.  spare: pages that must still be free afterwards.  base:
+        leading pages that lie elsewhere.  parked: pages of this sequence, in order, that become the first ones held.
         """
         if self.held[slot] or self.reserved[slot]:
             raise PageError(f"slot {slot} is opened while it holds {self.held[slot]} + {self.reserved[slot]} pages")
-        need, limit = self.pages_for(tokens), self.pages_for(most_tokens)
-        ahead = min(RESERVE, limit - need)
-        if need + ahead + spare > self.free:
+        kept = 0 if parked is None else len(parked)
+        need, limit = max(self.pages_for(tokens) - base, kept), self.pages_for(most_tokens)
+        ahead = max(0, min(self._most_reserved, limit - base - need))
+        if need - kept + ahead + spare > self.free:
             return False
-        self.limit[slot] = limit
+        self.base[slot], self.limit[slot] = base, limit
         self._reserved += ahead
         self.reserved[slot] = ahead
-        self._hold(slot, need)
-        self._last = f"open(slot {slot}, {tokens} tokens)"
+        if parked is not None:
+            self._seat(slot, parked)
+            self.parked -= kept
+        self._hold(slot, need - kept)
+        self._last = f"open(slot {slot}, {tokens} tokens, {kept} parked pages)"
         return True
 
     def extend(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Turn reserved pages into held ones where `tokens` (int64 [k], tokens to hold) need them, then refill the
         reserves in the order given.
 
-        -> the slots that still lack a page of what they may need next (reserve below min(2, limit - held)).
+        -> the slots that still lack a page of what they may need next (reserve below min(2, limit - end)).
         """
-        need = -(-tokens // self.page_tokens)
+        need = -(-tokens // self.page_tokens) - self.base[slots]
         grow = need - self.held[slots]
         for slot, count in zip(slots[grow > 0].tolist(), grow[grow > 0].tolist(), strict=True):
             if count > self.reserved[slot]:
@@ -82,7 +104,8 @@ class PagedKV:
             self.reserved[slot] -= count
             self._reserved -= count
             self._hold(slot, count)
-        want = np.minimum(RESERVE, self.limit[slots] - self.held[slots]) - self.reserved[slots]
+        ahead = self.limit[slots] - self.base[slots] - self.held[slots]
+        want = np.clip(ahead, 0, self._most_reserved) - self.reserved[slots]
         given = np.clip(self.free - (np.cumsum(want) - want), 0, want)
         self.reserved[slots] += given.astype(np.int32)
         self._reserved += int(given.sum())
@@ -90,35 +113,107 @@ class PagedKV:
         lacking: NDArray[np.int64] = slots[given < want]
         return lacking
 
+    def dry(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Say which slots have no page reserved though their sequence may need one: bool [k]."""
+        dry: NDArray[np.bool_] = (self.reserved[slots] == 0) & (
+            self.base[slots] + self.held[slots] < self.limit[slots]
+        )
+        return dry
+
     def close(self, slots: NDArray[np.int64]) -> None:
         """Give all pages of these slots back."""
         for slot in slots.tolist():
-            count = int(self.held[slot])
-            self._stack[self._unheld : self._unheld + count] = self.table[slot, :count]
-            self._unheld += count
-            self.table[slot, :count] = -1
-        self._reserved -= int(self.reserved[slots].sum())
-        self.held[slots] = 0
-        self.reserved[slots] = 0
+            self._push(self._lift(slot))
         self._last = f"close({len(slots)} slots)"
 
+    def park(self, slot: int) -> Pages:
+        """Take its pages off a slot, in order; they stay parked until `open` or `release` gets them."""
+        pages = self._lift(slot)
+        self.parked += len(pages)
+        self._last = f"park(slot {slot})"
+        return pages
+
+    def drop_front(self, slot: int, count: int) -> None:
+        """Give the first `count` pages of a slot back: their tokens lie elsewhere now."""
+        if count > self.held[slot]:
+            raise PageError(f"slot {slot} holds {self.held[slot]} pages and should drop {count}")
+        self._push(self.table[slot, :count].copy())
+        left = int(self.held[slot]) - count
+        self.table[slot, :left] = self.table[slot, count : count + left].copy()
+        self.table[slot, left : left + count] = -1
+        self.held[slot] = left
+        self.base[slot] += count
+        self._last = f"drop_front(slot {slot}, {count} pages)"
+
+    def take(self, slot: int, count: int) -> bool:
+        """Hold `count` further pages for a slot, past any reserve; True, or False and no change."""
+        if count > self.free:
+            return False
+        self._hold(slot, count)
+        self._last = f"take(slot {slot}, {count} pages)"
+        return True
+
+    # --- pages without a slot -------------------------------------------------------------------------------------
+
+    def claim(self, count: int, spare: int = 0) -> Pages | None:
+        """Park `count` free pages for somebody who will come; None and no change when fewer than that + `spare` are
+        free."""
+        if count + spare > self.free:
+            return None
+        self._unheld -= count
+        self.parked += count
+        self._last = f"claim({count} pages)"
+        return self._stack[self._unheld : self._unheld + count][::-1].copy()
+
+    def release(self, parked: Pages) -> None:
+        """Give parked pages back."""
+        self.parked -= len(parked)
+        self._push(parked)
+        self._last = f"release({len(parked)} pages)"
+
+    def trade(self, given: Pages, taken: Pages) -> None:
+        """Exchange parked pages with another pool of the node, as many for as many: `given` are no longer ours, `taken`
+        are, and parked."""
+        if len(given) != len(taken) or len(given) > self.parked:
+            raise PageError(f"{len(given)} of {self.parked} parked pages cannot be traded for {len(taken)}")
+        self._last = f"trade({len(given)} pages)"
+
     def check(self) -> None:
-        """Raise PageError unless free + held + reserved = pool and no page has two holders (law 4)."""
+        """Raise PageError unless free + held + reserved + parked = pool and no page has two holders (law 4)."""
         held = int(self.held.sum())
         reserved = int(self.reserved.sum())
-        if reserved != self._reserved or self.free < 0 or self.free + held + reserved != self.pages:
+        total = self.free + held + reserved + self.parked
+        if reserved != self._reserved or self.free < 0 or total != self.pages:
             raise PageError(
-                f"free {self.free} + held {held} + reserved {reserved} = {self.free + held + reserved}, "
+                f"free {self.free} + held {held} + reserved {reserved} + parked {self.parked} = {total}, "
                 f"pool has {self.pages}; last change: {self._last}"
             )
         named = self.table[self.table >= 0]
-        if len(named) != held or len(np.unique(np.concatenate((named, self._stack[: self._unheld])))) != self.pages:
+        everyone = np.concatenate((named, self._stack[: self._unheld]))
+        if len(named) != held or len(np.unique(everyone)) != self.pages - self.parked:
             raise PageError(f"a page has two holders or none; last change: {self._last}")
 
+    # --- inside ---------------------------------------------------------------------------------------------------
+
     def _hold(self, slot: int, count: int) -> None:
-        start = int(self.held[slot])
+        self._unheld -= count
+        self._seat(slot, self._stack[self._unheld : self._unheld + count][::-1])
+
+    def _seat(self, slot: int, pages: Pages) -> None:
+        start, count = int(self.held[slot]), len(pages)
         while start + count > self.table.shape[1]:
             self.table = np.concatenate((self.table, np.full_like(self.table, -1)), axis=1)
-        self.table[slot, start : start + count] = self._stack[self._unheld - count : self._unheld]
-        self._unheld -= count
+        self.table[slot, start : start + count] = pages
         self.held[slot] = start + count
+
+    def _lift(self, slot: int) -> Pages:
+        count = int(self.held[slot])
+        pages = self.table[slot, :count].copy()
+        self.table[slot, :count] = -1
+        self._reserved -= int(self.reserved[slot])
+        self.held[slot] = self.reserved[slot] = self.base[slot] = 0
+        return pages
+
+    def _push(self, pages: Pages) -> None:
+        self._stack[self._unheld : self._unheld + len(pages)] = pages[::-1]
+        self._unheld += len(pages)

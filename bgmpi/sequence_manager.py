@@ -6,9 +6,13 @@ The active set is re-formed all the time: a sequence that ends is replaced at on
 Prefill and decode are not told apart.  An active sequence has `known` tokens (prompt and generated) of which the first
 `with_kv` are in the cache; a step computes missing ones, single missing tokens first, then chunks within the budget.
 
-Page boundary, in the paper's order: retire the finished, extend or YIELD where pages run short, refill.  The oldest
-active sequence is never made to yield, and the backlog is opened strictly oldest first, so every sequence advances
-(law 6).  A yielded sequence loses its KV and computes it again; its tokens are kept.
+Page boundary, in the paper's order: wait for pending appends (executor), retire the finished, extend or YIELD where
+pages run short (`evict`, as often as it names somebody), refill and promote.  The oldest active sequence is never made
+to yield, and the backlog is opened strictly oldest first, so every sequence advances (law 6).
+
+Who yields where pages run short is the hold policy: the longest decoded (the paper) or the shortest (its released
+code); benchmarks/hold_policy.py compares them.  On a device the yielded KV goes home; at home its full pages go to the
+disk tier; where there is none the sequence gives its KV up and computes it again, its tokens are kept.
 
 Invariant: one owner of every slot and page, `check` proves it.  Rejected: one object per sequence, because a step then
 costs Python time per sequence.
@@ -16,33 +20,48 @@ costs Python time per sequence.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bgmpi.backlog import NO_PAGES, Backlog, Entry
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
-from bgmpi.paged_kv import PagedKV
-from bgmpi.primitives import Moved
+from bgmpi.kv_places import KvPlaces
+from bgmpi.paged_kv import RESERVE, Pages
+from bgmpi.primitives import Ids, Moved
 from bgmpi.request import Finish
 
 NOT_ENDED = -1
+#: With disk tier: sequences that one batch of spills makes room for.
+_SPILL_FOR = 16
+
+
+class Hold(StrEnum):
+    """Who yields first when pages run short."""
+
+    LONGEST = "longest-decoded"
+    SHORTEST = "shortest-decoded"
+
+
+class Way(StrEnum):
+    """What becomes of the KV of slots that must make room: DEMOTE: device to home, GIVE_UP: thrown away, SPILL: full
+    pages from home to disk."""
+
+    DEMOTE = "demote"
+    GIVE_UP = "give up"
+    SPILL = "spill"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A sequence that waits in the backlog.
+class Eviction:
+    """Slots int64 [k] that must make room, and how.  Nothing has changed yet but what `evicted` commits."""
 
-    tokens: int32 [known], the prompt and what was generated before a yield; prompt: tokens of the prompt;
-    most: the longest the sequence may become, tokens.
-    """
-
-    sequence: int
-    tokens: NDArray[np.int32]
-    prompt: int
-    most: int
+    way: Way
+    slots: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +69,8 @@ class StepPlan:
     """What one step computes.  S sequences, T tokens.
 
     slots int64 [S]; first int32 [S + 1], token offsets; before int32 [S], tokens already in the cache; ids, positions
-    int64 [T]; emits bool [S], the sequences whose last known token is in this step and that draw a next one.
+    int64 [T]; emits bool [S], the sequences whose last known token is in this step and that draw a next one.  The first
+    `resident` sequences have their KV where they compute, the others are streamed.
     """
 
     slots: NDArray[np.int64]
@@ -59,6 +79,7 @@ class StepPlan:
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     emits: NDArray[np.bool_]
+    resident: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +97,15 @@ class SequenceManager:
     sequence of this job can become.
     """
 
-    def __init__(self, *, slots: int, pages: int, page_tokens: int, budget: int, most_tokens: int) -> None:
+    def __init__(
+        self, places: KvPlaces, *, slots: int, budget: int, most_tokens: int, hold: Hold = Hold.LONGEST,
+    ) -> None:
         if budget < slots:
             raise InternalError(f"a step of {budget} tokens cannot hold {slots} decoding sequences")
-        self.kv = PagedKV(pages, slots, page_tokens)
+        self.places = places
+        self.kv = places.home
         self.budget = budget
+        self.backlog = Backlog()
         self.sequence: NDArray[np.int64] = np.full(slots, -1, np.int64)
         self.known: NDArray[np.int64] = np.zeros(slots, np.int64)
         self.with_kv: NDArray[np.int64] = np.zeros(slots, np.int64)
@@ -91,26 +116,115 @@ class SequenceManager:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.wasted_tokens = 0
+        self._hold = hold
         self._most_tokens = most_tokens
         self._active: NDArray[np.int64] = np.empty(0, np.int64)
         self._free_slots: list[int] = list(range(slots - 1, -1, -1))
-        self._backlog: list[tuple[int, Entry]] = []
         self._computed_before: dict[int, int] = {}
         self._admitted = 0
         self._moves: list[tuple[State, list[int]]] = []
+        self._silent: set[int] = set()
 
     # --- what rank 0 asks -----------------------------------------------------------------------------------------
 
     def admit(self, entries: list[Entry]) -> None:
         """Take sequences into the backlog, in this order, behind all earlier ones."""
         for entry in entries:
-            if self.kv.pages_for(entry.most) > self.kv.pages:
+            if not self.places.fits(entry.most):
                 raise InternalError(
                     f"sequence {entry.sequence} may need {self.kv.pages_for(entry.most)} pages, the pool has "
                     f"{self.kv.pages}: it should have been refused at admission"
                 )
-            heapq.heappush(self._backlog, (self._admitted, entry))
+            self.backlog.push(self._admitted, entry)
             self._admitted += 1
+
+    def arrive(self, entry: Entry) -> None:
+        """Take over a sequence from another rank, its KV already in pages of this rank; told in the next report."""
+        self.admit([entry])
+        self._moved(State.YIELDED if entry.started else State.WAITING, [entry.sequence])
+
+    def takes(self, most: int) -> bool:
+        """Say whether a sequence that may become `most` tokens long can run on this rank."""
+        return self.places.fits(most)
+
+    def leave(self, sequences: Ids) -> list[Entry]:
+        """Let sequences that wait or are held begin to leave -> their entries, in the order named.
+
+        KV on disk cannot be got from elsewhere: those compute it again.
+        """
+        return [self._without_disk(entry) for entry in self.backlog.leave(sequences)]
+
+    def _without_disk(self, entry: Entry) -> Entry:
+        if not len(entry.disk):
+            return entry
+        self.places.release(entry)
+        self._computed_before[entry.sequence] = entry.with_kv
+        return self.backlog.strip_leaving(entry.sequence)
+
+    def gone(self, sequence: int, given: Pages) -> None:
+        """Let go of a sequence that another rank has taken; given: pages for those it took without a copy."""
+        entry = self.backlog.gone(sequence)
+        self._computed_before.pop(sequence, None)
+        if len(given):
+            self.kv.trade(given=entry.home, taken=given)
+        self.kv.release(given if len(given) else entry.home)
+
+    def stay(self, sequence: int) -> None:
+        """Keep a sequence that began to leave and could not; told in the next report."""
+        entry = self.backlog.stay(sequence)
+        self._moved(State.YIELDED if entry.started else State.WAITING, [sequence])
+
+    def suspend(self, sequences: Ids) -> NDArray[np.int64]:
+        """YIELD these active sequences, keep their KV at home and hold them; -> their former slots.
+
+        Those resident on a device must have been demoted before.  Rank 0 ordered it, so it is not told.
+        """
+        slots = self.slots_of(sequences)
+        for slot in slots.tolist():
+            order, entry = self._lift(slot, keep=True)
+            self.backlog.hold(order, entry)
+        return slots
+
+    def resumed(self, sequence: int) -> None:
+        """Tell that an active sequence runs alone again."""
+        self._moved(State.ACTIVE, [sequence])
+
+    def refused(self, sequence: int) -> None:
+        """Tell that an active sequence could not be sharded and runs alone."""
+        self._moved(State.YIELDED, [sequence])
+        self._moved(State.ACTIVE, [sequence])
+
+    def follow(self, entry: Entry) -> bool:
+        """Make a copy of a sequence active that another rank leads: it runs in step with it and is never told of.
+
+        False, and no change, when something else is active or waits, or there is no room.
+        """
+        if len(self._active) or self.backlog:
+            return False
+        slot = self._free_slots[-1]
+        if not self.places.open(slot, entry, spare=0):
+            return False
+        self._free_slots.pop()
+        self._silent.add(entry.sequence)
+        self._place(slot, self._admitted, entry)
+        self._admitted += 1
+        self._active = np.array([slot], np.int64)
+        return True
+
+    def forget(self, sequence: int) -> int:
+        """Drop an active copy that `follow` took; -> its former slot."""
+        slot = int(self.slots_of(np.array([sequence], np.int64))[0])
+        self._leave(np.array([slot], np.int64))
+        self._silent.discard(sequence)
+        return slot
+
+    def slots_of(self, sequences: Ids) -> NDArray[np.int64]:
+        """Return the slots of active sequences, int64 [k], in the order named; raises InternalError for another."""
+        found = {int(self.sequence[slot]): slot for slot in self._active.tolist()}
+        missing = [one for one in sequences.tolist() if one not in found]
+        if missing:
+            raise InternalError(f"sequences {missing} are not active on this rank")
+        return np.array([found[one] for one in sequences.tolist()], np.int64)
 
     def take_moves(self) -> tuple[Moved, ...]:
         """Return what became of the sequences since the last call, oldest first."""
@@ -124,43 +238,61 @@ class SequenceManager:
         return self._active
 
     @property
-    def backlog(self) -> int:
-        """Sequences that wait on this rank."""
-        return len(self._backlog)
-
-    @property
     def slots_free(self) -> int:
         """Active sequences that could still be added."""
         return len(self._free_slots)
 
     # --- page boundary --------------------------------------------------------------------------------------------
 
-    def make_room(self) -> list[tuple[int, Entry]]:
-        """Refill every reserve; where pages are short, YIELD until each active sequence can make one page of steps.
+    def evict(self) -> Eviction | None:
+        """Name who must make room next; None when each active sequence can make one page of steps.
 
-        -> the yielded (former slot, entry), already back in the backlog.  Longest decoded yields first (paper A5).
+        Call `evicted` when their bytes have moved, then ask again.
         """
-        yielded: list[tuple[int, Entry]] = []
-        while True:
-            self.kv.extend(self._active, self.known[self._active])
-            dry = (self.kv.reserved[self._active] == 0) & (self.kv.held[self._active] < self.kv.limit[self._active])
-            if not dry.any():
-                return yielded
-            candidates = self._active[1:]
-            if not len(candidates):
-                raise InternalError(f"sequence {self.sequence[self._active[0]]} is alone and has no page left")
-            decoded = self.known[candidates] - self.prompt[candidates]
-            yielded.append(self._yield(int(candidates[np.argmax(decoded)])))
+        slots, places = self._active, self.places
+        places.grow(slots, self.known[slots])
+        dry = int(self.kv.dry(slots).sum())
+        pressed = self._pressed()
+        if (dry or pressed) and places.disk is not None and (spill := self._choose_spills(max(dry, pressed))):
+            return spill
+        if dry:
+            while stripped := self.backlog.strip_newest():
+                self._computed_before[stripped.sequence] = stripped.with_kv
+                places.release(stripped)
+                places.grow(slots, self.known[slots])
+                if not self.kv.dry(slots).any():
+                    break
+            else:
+                return Eviction(Way.GIVE_UP, self._victim(slots[1:]))
+        if places.device is not None:
+            resident = slots[places.resident[slots]]
+            if places.device.dry(resident).any():
+                return Eviction(Way.DEMOTE, self._victim(resident[1:] if len(resident) > 1 else resident))
+        return None
+
+    def evicted(self, eviction: Eviction) -> list[int]:
+        """Commit an eviction whose bytes have moved; -> the slots that have no sequence any more."""
+        slots = eviction.slots
+        match eviction.way:
+            case Way.SPILL:
+                self.places.end_spill(slots)
+            case Way.DEMOTE:
+                self.places.end_demotion(slots)
+            case Way.GIVE_UP:
+                for slot in slots.tolist():
+                    self.backlog.push(*self._lift(slot, keep=False))
+                return slots.tolist()
+        return []
 
     def refill(self) -> list[tuple[int, Entry]]:
         """Open backlog sequences, oldest first, while slots and pages last -> the (slot, entry) that became active."""
         opened: list[tuple[int, Entry]] = []
-        while self._backlog and self._free_slots:
-            order, entry = self._backlog[0]
+        while self.backlog and self._free_slots:
+            order, entry = self.backlog.first()
             slot = self._free_slots[-1]
-            if not self.kv.open(slot, len(entry.tokens), entry.most, spare=len(self._active) + len(opened)):
+            if not self.places.open(slot, entry, spare=len(self._active) + len(opened)):
                 break
-            heapq.heappop(self._backlog)
+            self.backlog.pop()
             self._free_slots.pop()
             self._place(slot, order, entry)
             opened.append((slot, entry))
@@ -171,21 +303,48 @@ class SequenceManager:
             self._moved(State.ACTIVE, self.sequence[slots].tolist())
         return opened
 
+    def promote(self) -> NDArray[np.int64]:
+        """Choose streamed sequences, oldest first, whose KV should come to the device, and hold pages for it.
+
+        -> slots int64 [k]; call `promoted` when the bytes are there.
+        """
+        device, slots = self.places.device, self._active
+        chosen: list[int] = []
+        if device is None:
+            return slots[:0]
+        ready = slots[~self.places.resident[slots] & ~self.places.spills(slots)]
+        ready = ready[(self.known[ready] - self.with_kv[ready] == 1) & (device.held[ready] == 0)]
+        spare = int(self.places.resident[slots].sum())
+        for slot in ready.tolist():
+            if not self.places.begin_promotion(slot, int(self.known[slot]), int(self.most[slot]), spare + len(chosen)):
+                break
+            chosen.append(slot)
+        return np.array(chosen, np.int64)
+
+    def promoted(self, slots: NDArray[np.int64]) -> None:
+        """Commit a promotion whose bytes have moved."""
+        self.places.end_promotion(slots, self.with_kv[slots])
+
     # --- step -----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Choose what the next step computes; None when nothing is active."""
-        slots = self._active
+        """Choose what the next step computes; None when nothing can run."""
+        slots, places = self._active, self.places
+        missing = self.known[slots] - self.with_kv[slots]
+        if not places.stream:
+            runs = places.resident[slots] | (missing > 1)
+            slots, missing = slots[runs], missing[runs]
         if not len(slots):
             return None
-        missing = self.known[slots] - self.with_kv[slots]
-        if (missing == 1).all():
-            count = missing
-        else:
-            slots = slots[np.argsort(missing > 1, kind="stable")]
-            missing = self.known[slots] - self.with_kv[slots]
+        resident = places.resident[slots]
+        count = missing
+        if (missing != 1).any():
+            slots, missing, resident = _sorted(missing > 1, slots, missing, resident)
             count = np.clip(self.budget - (np.cumsum(missing) - missing), 0, missing)
-            slots, count = slots[count > 0], count[count > 0]
+            slots, count, resident = slots[count > 0], count[count > 0], resident[count > 0]
+        if not resident.all():
+            slots, count, resident = _sorted(~resident, slots, count, resident)
+            self._reserve_disk(slots[~resident], count[~resident])
         before = self.with_kv[slots]
         first = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(count, out=first[1:])
@@ -194,7 +353,17 @@ class SequenceManager:
         ids = self.tokens[which, positions].astype(np.int64)
         known = self.known[slots]
         emits = (before + count == known) & (known < self.most[slots])
-        return StepPlan(slots, first, before.astype(np.int32), ids, positions, emits)
+        return StepPlan(slots, first, before.astype(np.int32), ids, positions, emits, int(resident.sum()))
+
+    def _reserve_disk(self, slots: NDArray[np.int64], count: NDArray[np.int64]) -> None:
+        """Hold disk pages for those that sequences with pages there fill in this step; a full disk leaves them at
+        home."""
+        disk = self.places.disk
+        if disk is None:
+            return
+        grow = (self.with_kv[slots] + count) // disk.page_tokens - disk.held[slots]
+        for place in np.flatnonzero((disk.held[slots] > 0) & (grow > 0)).tolist():
+            disk.take(int(slots[place]), int(grow[place]))
 
     def commit(
         self,
@@ -220,9 +389,12 @@ class SequenceManager:
         finish[fault] = Finish.ERROR
         ended = finish != NOT_ENDED
         going = drawn[~ended]
-        crossing = going[self.known[going] > self.kv.held[going].astype(np.int64) * self.kv.page_tokens]
+        crossing = going[self.known[going] > self.kv.end(going)]
         if len(crossing):
-            self.kv.extend(crossing, self.known[crossing])
+            self.places.grow(crossing, self.known[crossing])
+        streamed = plan.slots[plan.resident :]
+        if len(streamed) and self.places.disk is not None:
+            self.places.end_spill(streamed[self.places.spills(streamed)])
         silent = plan.slots[~plan.emits]
         silent = silent[self.with_kv[silent] >= self.most[silent]]
         slots = np.concatenate((drawn[ended], silent))
@@ -235,25 +407,49 @@ class SequenceManager:
         failed = ended.finish == Finish.ERROR
         self._moved(State.DONE, self.sequence[ended.slots[~failed]].tolist())
         self._moved(State.FAILED, self.sequence[ended.slots[failed]].tolist())
+        self._silent.difference_update(self.sequence[ended.slots].tolist())
         self._leave(ended.slots)
 
     def check(self) -> None:
         """Raise InternalError unless every law of this rank's sequences holds (laws 3 and 4)."""
-        self.kv.check()
-        names = self.sequence[self._active]
-        waiting = [entry.sequence for _, entry in self._backlog]
-        everyone = np.concatenate((names, np.array(waiting, np.int64)))
+        active = self._active
+        known, with_kv, most = self.known[active], self.with_kv[active], self.most[active]
+        self.places.check(active, known)
+        waiting = list(self.backlog)
+        everyone = np.concatenate((self.sequence[active], np.array([entry.sequence for entry in waiting], np.int64)))
         if len(np.unique(everyone)) != len(everyone):
             raise InternalError("a sequence is active or waiting twice on this rank")
-        if len(self._active) + len(self._free_slots) != len(self.sequence):
-            raise InternalError(f"{len(self._active)} active + {len(self._free_slots)} free slots do not fill the rank")
-        known, with_kv, most = self.known[self._active], self.with_kv[self._active], self.most[self._active]
+        if len(active) + len(self._free_slots) != len(self.sequence):
+            raise InternalError(f"{len(active)} active + {len(self._free_slots)} free slots do not fill the rank")
         if ((with_kv > known) | (known > most)).any():
             raise InternalError("with_kv <= known <= most does not hold for every active sequence")
-        if (self.kv.held[self._active].astype(np.int64) * self.kv.page_tokens < known).any():
-            raise InternalError("an active sequence knows more tokens than its pages hold")
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _pressed(self) -> int:
+        """Return how many pages lack at home for the next of the backlog, were their full pages on disk."""
+        waiting = min(len(self.backlog), len(self._free_slots), _SPILL_FOR)
+        return max(0, waiting * (2 + RESERVE) + len(self._active) - self.kv.free) if waiting else 0
+
+    def _choose_spills(self, pages: int) -> Eviction | None:
+        """Hold disk pages for the full pages of those that have most at home, until `pages` would become free."""
+        full = self.places.can_spill(self._active, self.with_kv[self._active])
+        chosen: list[int] = []
+        for place in np.argsort(-full, kind="stable").tolist():
+            slot, count = int(self._active[place]), int(full[place])
+            if pages <= 0 or not count or not self.places.begin_spill(slot, count):
+                break
+            chosen.append(slot)
+            pages -= count
+        return Eviction(Way.SPILL, np.array(chosen, np.int64)) if chosen else None
+
+    def _victim(self, candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Choose who yields, by the hold policy, the youngest of equals: slots int64 [1]."""
+        if not len(candidates):
+            raise InternalError(f"sequence {self.sequence[self._active[0]]} is alone and has no page left")
+        decoded = self.known[candidates] - self.prompt[candidates]
+        best = decoded.max() if self._hold is Hold.LONGEST else decoded.min()
+        return candidates[decoded == best][-1:]
 
     def _place(self, slot: int, order: int, entry: Entry) -> None:
         size = len(entry.tokens)
@@ -261,7 +457,7 @@ class SequenceManager:
         self.tokens[slot, :size] = entry.tokens
         self.sequence[slot] = entry.sequence
         self.known[slot] = size
-        self.with_kv[slot] = 0
+        self.with_kv[slot] = entry.with_kv
         self.prompt[slot] = entry.prompt
         self.most[slot] = entry.most
         self.order[slot] = order
@@ -273,22 +469,32 @@ class SequenceManager:
             grown[:, :have] = self.tokens
             self.tokens = grown
 
-    def _yield(self, slot: int) -> tuple[int, Entry]:
-        sequence, known = int(self.sequence[slot]), int(self.known[slot])
-        entry = Entry(sequence, self.tokens[slot, :known].copy(), int(self.prompt[slot]), int(self.most[slot]))
-        self._computed_before[sequence] = int(self.with_kv[slot])
-        heapq.heappush(self._backlog, (int(self.order[slot]), entry))
-        self._moved(State.YIELDED, [sequence])
+    def _lift(self, slot: int, keep: bool) -> tuple[int, Entry]:
+        """Take a sequence out of its slot -> its order and entry; keep: with the pages of its KV."""
+        sequence, known, with_kv = int(self.sequence[slot]), int(self.known[slot]), int(self.with_kv[slot])
+        tokens = self.tokens[slot, :known].copy()
+        home, disk = NO_PAGES, NO_PAGES
+        if keep:
+            home, disk = self.places.park(slot)
+        else:
+            self._computed_before[sequence] = with_kv
+            self._moved(State.YIELDED, [sequence])
+        entry = Entry(
+            sequence, tokens, int(self.prompt[slot]), int(self.most[slot]), with_kv if keep else 0, home, disk, True
+        )
+        order = int(self.order[slot])
         self._leave(np.array([slot], np.int64))
-        return slot, entry
+        return order, entry
 
     def _leave(self, slots: NDArray[np.int64]) -> None:
-        self.kv.close(slots)
+        self.places.close(slots)
         self._active = self._active[~np.isin(self._active, slots)]
         self.sequence[slots] = -1
         self._free_slots.extend(slots.tolist())
 
     def _moved(self, state: State, sequences: list[int]) -> None:
+        if self._silent:
+            sequences = [one for one in sequences if one not in self._silent]
         if not sequences:
             return
         if self._moves and self._moves[-1][0] is state:
@@ -308,3 +514,9 @@ class SequenceManager:
                 self.wasted_tokens += min(size, max(0, again - before))
                 if before + size >= again:
                     del self._computed_before[int(self.sequence[slot])]
+
+
+def _sorted(late: NDArray[np.bool_], *arrays: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+    """Return the arrays with the `late` places behind the others, each part in its order."""
+    order = np.argsort(late, kind="stable")
+    return tuple(array[order] for array in arrays)

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bgmpi.backlog import Entry
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
+from bgmpi.kv_places import KvPlaces
 from bgmpi.request import Finish
-from bgmpi.sequence_manager import Entry, SequenceManager
+from bgmpi.sequence_manager import Hold, SequenceManager, Way
 
 
 def entry(sequence: int, prompt: int, new: int) -> Entry:
     return Entry(sequence, np.arange(prompt, dtype=np.int32), prompt, prompt + new)
 
 
-def make(**changes: int) -> SequenceManager:
-    settings = {"slots": 4, "pages": 64, "page_tokens": 4, "budget": 16, "most_tokens": 200}
-    return SequenceManager(**(settings | changes))
+def make(
+    slots: int = 4, pages: int = 64, page_tokens: int = 4, budget: int = 16, hold: Hold = Hold.LONGEST, **places: Any
+) -> SequenceManager:
+    kv = KvPlaces(slots=slots, page_tokens=page_tokens, pages=pages, **places)
+    return SequenceManager(kv, slots=slots, budget=budget, most_tokens=200, hold=hold)
+
+
+def boundary(manager: SequenceManager) -> list[int]:
+    """Do what a rank does at a page boundary, bytes left out; -> the sequences that gave up their KV."""
+    gave_up: list[int] = []
+    for _ in range(200):
+        eviction = manager.evict()
+        if eviction is None:
+            break
+        names = manager.sequence[eviction.slots].tolist()
+        if manager.evicted(eviction):
+            gave_up += names
+        manager.check()
+    else:
+        raise AssertionError("evictions without end")
+    manager.refill()
+    manager.promoted(manager.promote())
+    manager.check()
+    return gave_up
 
 
 def advance(manager: SequenceManager, stop_after: dict[int, int] | None = None) -> list[tuple[int, int]]:
@@ -104,8 +129,7 @@ def test_the_longest_decoded_yields_but_never_the_oldest() -> None:
     while not yielded:
         for _ in range(4):
             advance(manager)
-        yielded = [e.sequence for _, e in manager.make_room()]
-        manager.check()
+        yielded = boundary(manager)
     assert yielded[0] != 0
     moves = [(State(m.state), m.sequences.tolist()) for m in manager.take_moves()]
     assert (State.YIELDED, yielded) in moves
@@ -128,11 +152,9 @@ def run_to_end(manager: SequenceManager, stops: dict[int, int]) -> dict[int, int
     """Run rounds of one page until all ended; -> tokens known at the end by sequence."""
     ended: dict[int, int] = {}
     for _ in range(2000):
-        manager.make_room()
-        manager.refill()
-        manager.check()
+        boundary(manager)
         if not len(manager.active):
-            assert manager.backlog == 0
+            assert len(manager.backlog) == 0
             return ended
         for _ in range(manager.kv.page_tokens):
             if manager.plan() is None:
@@ -141,24 +163,130 @@ def run_to_end(manager: SequenceManager, stops: dict[int, int]) -> dict[int, int
                 assert name not in ended
                 ended[name] = known
             manager.refill()
+            manager.promoted(manager.promote())
     raise AssertionError("livelock: 2,000 rounds and not all sequences ended")
 
 
+TIERS: dict[str, dict[str, Any]] = {
+    "in place": {},
+    "device, streamed decode": {"device_pages": 5, "streamed_most": 15},
+    "device, others wait": {"device_pages": 15, "streamed_most": 15, "stream": False},
+    "disk": {"disk_pages": 30, "streamed_most": 15},
+    "small disk": {"disk_pages": 5, "streamed_most": 15},
+    "device and disk": {"device_pages": 6, "disk_pages": 40, "streamed_most": 15},
+}
+
+
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS.keys())
 @given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30), st.integers(1, 30)), min_size=1, max_size=14),
-    st.integers(1, 4),
-    st.integers(0, 30),
-    st.integers(4, 12),
+    jobs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30), st.integers(1, 30)), min_size=1, max_size=14),
+    slots=st.integers(1, 4),
+    extra_pages=st.integers(0, 30),
+    budget=st.integers(4, 12),
+    hold=st.sampled_from(Hold),
 )
-@settings(deadline=None, max_examples=150)
-def test_every_sequence_ends_once_with_its_tokens_whatever_the_pool(
-    jobs: list[tuple[int, int, int]], slots: int, extra_pages: int, budget: int
+@settings(deadline=None, max_examples=120)
+def test_every_sequence_ends_once_with_its_tokens_whatever_the_pools(
+    tiers: dict[str, Any], jobs: list[tuple[int, int, int]], slots: int, extra_pages: int, budget: int, hold: Hold
 ) -> None:
     fits = max(-(-(prompt + new) // 4) for prompt, new, _ in jobs)
-    manager = make(slots=slots, pages=fits + extra_pages, budget=budget)
+    manager = make(slots=slots, pages=fits + extra_pages, budget=budget, hold=hold, **tiers)
     manager.admit([entry(i, prompt, new) for i, (prompt, new, _) in enumerate(jobs)])
     ended = run_to_end(manager, {i: stop for i, (_, _, stop) in enumerate(jobs)})
     assert ended == {i: prompt + min(new, stop) for i, (prompt, new, stop) in enumerate(jobs)}
-    assert manager.kv.free == manager.kv.pages
+    for pool in (manager.places.home, manager.places.device, manager.places.disk):
+        assert pool is None or pool.free == pool.pages
     assert manager.generated_tokens == sum(min(new, stop) for _, new, stop in jobs)
     assert manager.prompt_tokens - manager.wasted_tokens <= sum(prompt for prompt, _, _ in jobs)
+
+
+def test_the_disk_lets_more_be_active_than_the_home_holds() -> None:
+    manager = make(slots=8, pages=26, disk_pages=200, streamed_most=15)
+    manager.admit([entry(i, 16, 16) for i in range(8)])
+    most = 0
+    for _ in range(12):
+        boundary(manager)
+        most = max(most, len(manager.active))
+        for _ in range(4):
+            if manager.plan() is not None:
+                advance(manager)
+    assert most >= 6
+    assert manager.wasted_tokens == 0
+
+
+def test_what_is_suspended_keeps_its_kv_and_goes_on_where_it_was() -> None:
+    manager = make()
+    manager.admit([entry(0, 6, 9), entry(1, 5, 9)])
+    boundary(manager)
+    advance(manager)
+    manager.suspend(np.array([0]))
+    manager.check()
+    advance(manager)
+    assert manager.sequence[manager.active].tolist() == [1]
+    assert manager.kv.parked == 2
+    manager.backlog.combine(np.array([0]))
+    boundary(manager)
+    plan = manager.plan()
+    assert plan is not None
+    assert plan.before.tolist() == [6, 6]
+    assert manager.sequence[plan.slots].tolist() == [0, 1]
+    run_to_end(manager, {})
+    assert manager.wasted_tokens == 0
+    assert [State(m.state) for m in manager.take_moves()] == [State.ACTIVE, State.DONE]
+
+
+def test_kept_kv_is_given_up_before_anybody_active_yields() -> None:
+    manager = make(pages=10)
+    manager.admit([entry(0, 8, 30), entry(1, 8, 30)])
+    boundary(manager)
+    advance(manager)
+    manager.suspend(np.array([1]))
+    ended = run_until(manager, lambda: manager.kv.parked == 0)
+    assert not ended
+    assert manager.sequence[manager.active].tolist() == [0]
+
+
+def run_until(manager: SequenceManager, done: Any) -> list[int]:
+    gave_up: list[int] = []
+    for _ in range(50):
+        gave_up += boundary(manager)
+        if done():
+            return gave_up
+        for _ in range(4):
+            advance(manager)
+    raise AssertionError("it never came to pass")
+
+
+@pytest.mark.parametrize(("hold", "first"), [(Hold.LONGEST, 1), (Hold.SHORTEST, 2)])
+def test_the_hold_policy_names_who_yields(hold: Hold, first: int) -> None:
+    manager = make(slots=3, pages=12, hold=hold)
+    manager.admit([entry(0, 4, 28), entry(1, 4, 28)])
+    boundary(manager)
+    for _ in range(3):
+        advance(manager)
+    manager.admit([entry(2, 4, 28)])
+    yielded: list[int] = []
+    while not yielded:
+        yielded = boundary(manager)
+        for _ in range(4):
+            advance(manager)
+    assert yielded[0] == first
+
+
+def test_a_device_that_runs_dry_sends_kv_home_and_nobody_stops() -> None:
+    manager = make(slots=3, device_pages=9, streamed_most=15)
+    manager.admit([entry(i, 4, 28) for i in range(3)])
+    ways = []
+    for _ in range(6):
+        while (eviction := manager.evict()) is not None:
+            ways.append(eviction.way)
+            manager.evicted(eviction)
+        manager.refill()
+        manager.promoted(manager.promote())
+        for _ in range(4):
+            plan = manager.plan()
+            assert plan is not None
+            assert len(plan.slots) == 3
+            advance(manager)
+    assert set(ways) == {Way.DEMOTE}
+    assert manager.wasted_tokens == 0

@@ -1,0 +1,178 @@
+"""Where the KV of a rank's active sequences lies, in up to three pools of pages (design section 5).
+
+Home: pages in the node's host memory; every sequence with KV has its pages there.  Device: where there is a device
+pool, a sequence is resident when all its pages are also on the device, where it computes; without one the home is where
+it computes.  A sequence that is not resident is streamed: layer by layer its pages pass through the device.  Disk: pages
+before the last never change again, so a streamed sequence may have its first pages on disk instead of at home.
+
+Pure numpy; one row a slot.  It says which pages, never who should move (sequence_manager) or how (executor).  Whoever
+moves bytes allocates first, moves, and only then tells that they moved; until then the old place stays valid.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bgmpi.backlog import Entry
+from bgmpi.errors import InternalError
+from bgmpi.paged_kv import PagedKV, Pages
+
+Slots = NDArray[np.int64]
+
+
+class KvPlaces:
+    """The pools and what each slot has in them.
+
+    resident: bool [slots]; stored: int64 [slots], tokens of a resident sequence whose KV is at home too (only counted
+    where there is a device pool); streamed_most: pages of the longest sequence that can be streamed; stream: streamed
+    sequences decode too, else they wait until the device has room.
+    """
+
+    def __init__(
+        self, *, slots: int, page_tokens: int, pages: int, first: int = 0, device_pages: int | None = None,
+        disk_pages: int = 0, streamed_most: int = 0, stream: bool = True,
+    ) -> None:
+        self.page_tokens = page_tokens
+        self.home = PagedKV(pages, slots, page_tokens, first=first)
+        self.device = None if device_pages is None else PagedKV(device_pages, slots, page_tokens)
+        self.disk = PagedKV(disk_pages, slots, page_tokens, reserve=0) if disk_pages else None
+        self.resident: NDArray[np.bool_] = np.zeros(slots, bool)
+        self.stored: NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.streamed_most = streamed_most
+        self.stream = stream
+
+    @property
+    def compute(self) -> PagedKV:
+        """The pool in which resident sequences compute."""
+        return self.home if self.device is None else self.device
+
+    def fits(self, tokens: int) -> bool:
+        """Say whether a sequence of that many tokens can ever have its KV here."""
+        pages = self.home.pages_for(tokens)
+        most = self.home.pages
+        if self.device is not None:
+            most = min(most, self.streamed_most, *(() if self.stream else (self.device.pages,)))
+        return pages <= most
+
+    # --- slots ----------------------------------------------------------------------------------------------------
+
+    def open(self, slot: int, entry: Entry, spare: int) -> bool:
+        """Give an empty slot the pages of a sequence: those it kept and those it needs; True, or False and no change.
+
+        Resident where it computes at home.  Where the home cannot hold a new sequence but the disk can, its full pages
+        go there.
+        """
+        known = len(entry.tokens)
+        on_disk = len(entry.disk)
+        if not self.home.open(slot, known, entry.most, spare=spare, base=on_disk, parked=entry.home):
+            on_disk = self._full_on_disk(entry)
+            if not on_disk or not self.home.open(slot, known, entry.most, spare=spare, base=on_disk):
+                return False
+            assert self.disk is not None
+            self.disk.take(slot, on_disk)
+        elif on_disk:
+            assert self.disk is not None
+            self.disk.open(slot, on_disk * self.page_tokens, entry.most, parked=entry.disk)
+        self.resident[slot] = self.device is None and not on_disk
+        self.stored[slot] = entry.with_kv
+        return True
+
+    def _full_on_disk(self, entry: Entry) -> int:
+        """Return how many pages of a sequence without KV could be written to disk as they come."""
+        full = len(entry.tokens) // self.page_tokens
+        can = self.disk is not None and not entry.with_kv and full <= self.disk.free
+        return full if can and self.home.pages_for(entry.most) <= self.streamed_most else 0
+
+    def close(self, slots: Slots) -> None:
+        """Give back all that these slots have."""
+        for pool in (self.home, self.device, self.disk):
+            if pool is not None:
+                pool.close(slots)
+        self.resident[slots] = False
+
+    def park(self, slot: int) -> tuple[Pages, Pages]:
+        """Take a slot's pages off it and keep them: home pages and disk pages.  A resident sequence of a device must
+        have been demoted before."""
+        if self.device is not None:
+            if self.resident[slot]:
+                raise InternalError(f"slot {slot} should leave while its KV is only on the device")
+            self.device.close(np.array([slot], np.int64))
+        disk = self.disk.park(slot) if self.disk is not None else np.empty(0, np.int32)
+        self.resident[slot] = False
+        return self.home.park(slot), disk
+
+    def release(self, entry: Entry) -> None:
+        """Give back the pages that an entry kept."""
+        self.home.release(entry.home)
+        if self.disk is not None:
+            self.disk.release(entry.disk)
+
+    def grow(self, slots: Slots, tokens: NDArray[np.int64]) -> None:
+        """Hold pages for `tokens` int64 [k] wherever the slots compute, and refill their reserves."""
+        self.home.extend(slots, tokens)
+        if self.device is not None:
+            resident = self.resident[slots]
+            self.device.extend(slots[resident], tokens[resident])
+
+    # --- between device and home ----------------------------------------------------------------------------------
+
+    def begin_promotion(self, slot: int, tokens: int, most: int, spare: int) -> bool:
+        """Hold device pages for a streamed sequence; True, or False and no change."""
+        assert self.device is not None
+        return self.device.open(slot, tokens, most, spare=spare)
+
+    def end_promotion(self, slots: Slots, with_kv: NDArray[np.int64]) -> None:
+        """Tell that the KV of these slots has come to the device."""
+        self.resident[slots] = True
+        self.stored[slots] = with_kv
+
+    def end_demotion(self, slots: Slots) -> None:
+        """Tell that all KV of these resident slots is at home; their device pages are given back."""
+        assert self.device is not None
+        self.resident[slots] = False
+        self.device.close(slots)
+
+    # --- between home and disk ------------------------------------------------------------------------------------
+
+    def can_spill(self, slots: Slots, with_kv: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many full pages each slot has at home that could go to disk, int64 [k]."""
+        full = with_kv // self.page_tokens - self.home.base[slots]
+        fits = self.home.limit[slots] <= self.streamed_most
+        streamed = ~self.resident[slots] if self.device is not None else True
+        return np.where(fits & streamed, np.maximum(full, 0), 0)
+
+    def begin_spill(self, slot: int, pages: int) -> bool:
+        """Hold `pages` further disk pages for a slot; True, or False and no change."""
+        assert self.disk is not None
+        return self.disk.take(slot, pages)
+
+    def end_spill(self, slots: Slots) -> None:
+        """Tell that the disk holds what was begun: those home pages are given back, and the slots are streamed."""
+        assert self.disk is not None
+        for slot in slots.tolist():
+            self.home.drop_front(slot, int(self.disk.held[slot] - self.home.base[slot]))
+        self.resident[slots] = False
+
+    def spills(self, slots: Slots) -> NDArray[np.bool_]:
+        """Say which slots have pages on disk: bool [k]."""
+        if self.disk is None:
+            return np.zeros(len(slots), bool)
+        on_disk: NDArray[np.bool_] = self.disk.held[slots] > 0
+        return on_disk
+
+    def check(self, active: Slots, known: NDArray[np.int64]) -> None:
+        """Raise InternalError unless every page has one holder and every active sequence has all that it needs."""
+        for pool in (self.home, self.device, self.disk):
+            if pool is not None:
+                pool.check()
+        if (self.home.end(active) < known).any():
+            raise InternalError("an active sequence knows more tokens than its pages hold")
+        if self.disk is not None and (self.disk.held[active] < self.home.base[active]).any():
+            raise InternalError("the first pages of an active sequence are neither at home nor on disk")
+        if self.disk is None and self.home.base[active].any():
+            raise InternalError("an active sequence lacks its first pages at home, and there is no disk")
+        if self.device is not None:
+            resident = active[self.resident[active]]
+            if (self.device.end(resident) < known[self.resident[active]]).any():
+                raise InternalError("a resident sequence has fewer pages on the device than it needs")
