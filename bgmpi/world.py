@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.errors import BgmpiError, ExitCode
+from bgmpi.group import Group
 from bgmpi.launcher import check_launch
 
 T = TypeVar("T")
@@ -58,7 +59,10 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 class World:
-    """All ranks of the job.  Opened once by `open_world`, closed by `with`."""
+    """All ranks of the job.  Opened once by `open_world`, closed by `with`.
+
+    node_of: int64 [ranks], the first rank of each rank's node; node_rank, node_size: this rank's place on its node.
+    """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
@@ -69,7 +73,10 @@ class World:
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
         self.node_rank: int = node.Get_rank()
         self.node_size: int = node.Get_size()
+        first = np.array([self.rank], np.int64)
+        node.Bcast(first, root=0)
         node.Free()
+        self.node_of: NDArray[np.int64] = self.all_gather_counts(first)[:, 0]
 
     def __enter__(self) -> Self:
         return self
@@ -165,6 +172,33 @@ class World:
     ) -> None:
         """Collective over the world.  Flat byte buffers; counts int64 [ranks] in bytes, pieces in rank order."""
         self._comm.Alltoallv([send, send_counts], [receive, receive_counts])
+
+    # --- one-sided windows and groups -----------------------------------------------------------------------------
+
+    def allocate(self, size: int) -> Any:
+        """Collective over the world.  -> an mpi4py window over `size` bytes of each rank (sizes may differ), inside the
+        one epoch in which it stays until it is freed; `bgmpi.io.windows` makes use of it.
+
+        Memory that MPI allocates: 5 to 20 times faster than a window over memory that is already there, and shared
+        between the ranks of a node.  One epoch for good, because a fresh lock waits for the target to enter MPI.
+        """
+        window = self._mpi.Win.Allocate(size, 1, self._mpi.INFO_NULL, self._comm)
+        window.Lock_all(self._mpi.MODE_NOCHECK)
+        return window
+
+    def groups(self) -> dict[tuple[int, int], Group]:
+        """Collective over the world.  -> this rank's groups by (first, size): the whole world, and of the sizes 2, 4,
+        8, .. the one that the rank is in, [k * size, (k + 1) * size), unless the world ends inside it."""
+        groups = {(0, self.size): Group(self._comm.Dup(), 0)}
+        size = 2
+        while size < self.size:
+            first = self.rank // size * size
+            full = first + size <= self.size
+            comm = self._comm.Split(first if full else self._mpi.UNDEFINED, self.rank)
+            if full:
+                groups[first, size] = Group(comm, first)
+            size *= 2
+        return groups
 
     def abort(self, error: BaseException) -> None:
         """End every rank now, printing this rank's traceback first.  Local, never returns with more than one rank."""
