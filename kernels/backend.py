@@ -109,6 +109,14 @@ class Backend(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Receipt:
         """Begin copying `source` into `target` (same shape and dtype, either may be host memory)."""
 
+    def copy_pages(
+        self, target: torch.Tensor, target_pages: NDArray[np.int64], source: torch.Tensor,
+        source_pages: NDArray[np.int64],
+    ) -> Receipt:  # fmt: skip
+        """Begin copying page source_pages[i] of source [Q, *page] to page target_pages[i] of target [P, *page], int64
+        [k] each.  Either may be host memory and strided between pages; a page is contiguous.  Target pages are
+        distinct, and none is copied from."""
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Prepare weight [N, K] and bias [N]; the argument is not kept when the prepared form replaces it."""
 

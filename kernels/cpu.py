@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError, UsageError
-from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_layers, cpu_row_kernels
+from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_layers, cpu_page_kernels, cpu_row_kernels
 from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, ExpertSource, Linear
 from bgmpi.kernels.cpu_attention import CpuPlan
 from bgmpi.kernels.cpu_exchange import CpuExchanged
@@ -69,6 +69,14 @@ class CpuBackend:
                 f"{tuple(source.shape)}; both must be the same"
             )
         target.copy_(source)
+        return Done()
+
+    def copy_pages(
+        self, target: torch.Tensor, target_pages: NDArray[np.int64], source: torch.Tensor,
+        source_pages: NDArray[np.int64],
+    ) -> Done:  # fmt: skip
+        """Copy pages between two tiers on all threads (see Backend.copy_pages); complete on return."""
+        cpu_page_kernels.run_copy(self._team, target, target_pages, source, source_pages)
         return Done()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
