@@ -41,6 +41,12 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] -> x @ weight.T + bias, [T, N], in x's dtype."""
 
+    def rows(self, start: int, stop: int) -> Linear:
+        """Return the weight's output rows [start, stop), maybe none, as a Linear of their own.
+
+        It answers the same bits in its columns as the whole would, and shares the weight where its form allows.
+        """
+
 
 class Experts(Protocol):
     """The gated feed-forward experts that this rank owns, prepared for this device (E may be 0)."""
@@ -95,6 +101,26 @@ class Collective(Protocol):
         receive_counts: NDArray[np.int64],
     ) -> None:
         """Collective.  Flat byte buffers, counts in bytes, ranks' pieces in rank order without gaps."""
+
+
+class Group(Protocol):
+    """Ranks [first, first + size) of the world that compute one model together; `bgmpi.world` provides it.
+
+    `rank` is this rank's number in the group.
+    """
+
+    first: int
+    rank: int
+    size: int
+
+    def all_gather_bytes(
+        self, send: NDArray[np.uint8], counts: NDArray[np.int64], receive: NDArray[np.uint8]
+    ) -> None:
+        """Collective over the group.  Gather everybody's flat bytes on every member, in the members' order without
+        gaps; counts int64 [size], what each member sends."""
+
+    def broadcast_bytes(self, buffer: NDArray[np.uint8], root: int) -> None:
+        """Collective over the group.  Fill every member's flat buffer with member `root`'s; equally long everywhere."""
 
 
 class Backend(Protocol):
@@ -172,3 +198,10 @@ class Backend(Protocol):
     def give_back(self, exchanged: Exchanged, y: torch.Tensor) -> torch.Tensor:
         """Collective over the expert ranks.  Send y [N, D] back; -> [T, D], each token's parts summed in rank order
         in float32."""
+
+    def gather_columns(self, part: torch.Tensor, group: Group, widths: tuple[int, ...]) -> torch.Tensor:
+        """Collective over the group, but for T = 0.  part [T, n], this member's columns; widths: every member's n ->
+        [T, sum of widths], the members' columns beside one another."""
+
+    def spread(self, rows: torch.Tensor, group: Group, root: int) -> None:
+        """Collective over the group, unless empty.  Overwrite contiguous rows with those of member `root`."""

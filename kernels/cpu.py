@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError, UsageError
-from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_layers, cpu_page_kernels, cpu_row_kernels
-from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, ExpertSource, Linear
+from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_group, cpu_layers, cpu_page_kernels, cpu_row_kernels
+from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, ExpertSource, Group, Linear
 from bgmpi.kernels.cpu_attention import CpuPlan
 from bgmpi.kernels.cpu_exchange import CpuExchanged
 from bgmpi.kernels.cpu_experts_in_turn import CpuExpertsInTurn
@@ -195,3 +195,11 @@ class CpuBackend:
         if self._collective is None:
             return y
         return cpu_exchange.send_back(self._team, self._collective, exchanged, y)
+
+    def gather_columns(self, part: torch.Tensor, group: Group, widths: tuple[int, ...]) -> torch.Tensor:
+        """Collective over the group, but for T = 0.  part [T, n] -> [T, sum of widths] on every member."""
+        return cpu_group.gather_columns(part, group, widths)
+
+    def spread(self, rows: torch.Tensor, group: Group, root: int) -> None:
+        """Collective over the group, unless empty.  Overwrite contiguous rows with those of member `root`."""
+        cpu_group.spread(rows, group, root)

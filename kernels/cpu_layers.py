@@ -44,28 +44,52 @@ def last_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class PackedLinear:
-    """A bfloat16 weight in oneDNN's form."""
+def check_rows(start: int, stop: int, rows: int) -> None:
+    """Raise InternalError unless [start, stop) are some of the rows, or none."""
+    if not 0 <= start <= stop <= rows:
+        raise InternalError(f"rows: asked for [{start}, {stop}) of a weight with {rows} rows; they must lie within it")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._rows = weight.shape[0]
-        self._weight = pack(weight)
+
+class PackedLinear:
+    """A bfloat16 weight in oneDNN's form, or some of its rows."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, whole: PackedLinear | None = None, first: int = 0
+    ) -> None:
+        """Take weight [N, K] and bias [N].  whole: the weight of which these are the rows from `first` on."""
+        self._rows, self._whole, self._first = weight.shape[0], whole, first
+        self._weight = pack(weight) if self._rows else weight
         self._bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] -> x @ weight.T + bias, [T, N], in x's dtype."""
-        if x.shape[0] == 0:
-            return x.new_empty(0, self._rows)
+        if x.shape[0] == 0 or self._rows == 0:
+            return x.new_empty(x.shape[0], self._rows)
+        if self._whole is not None and x.shape[0] > FEW_TOKENS:
+            return self._whole(x)[:, self._first : self._first + self._rows].contiguous()
         result: torch.Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return result
 
+    def rows(self, start: int, stop: int) -> PackedLinear:
+        """Return the weight's output rows [start, stop), re-laid.
+
+        With many tokens the library's sums depend on how many rows it multiplies, so there the whole is computed.
+        """
+        check_rows(start, stop, self._rows)
+        bias = None if self._bias is None else self._bias[start:stop]
+        return PackedLinear(self._weight.to_dense()[start:stop], bias, self, start)
+
 
 class PlainLinear:
-    """A weight as rows."""
+    """A weight as rows, or some of them."""
 
-    def __init__(self, team: Team, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._team = team
+    def __init__(
+        self, team: Team, weight: torch.Tensor, bias: torch.Tensor | None, whole: PlainLinear | None = None,
+        first: int = 0,
+    ) -> None:
+        """Take weight [N, K] and bias [N].  whole: the weight of which these are the rows from `first` on."""
+        self._team, self._whole, self._first = team, whole, first
         self._weight = weight.contiguous()
         self._bias = None if bias is None else bias.contiguous()
         self._rows, self._width = weight.shape
@@ -82,15 +106,26 @@ class PlainLinear:
             )
         tokens = x.shape[0]
         if tokens > FEW_TOKENS:
+            if self._whole is not None:
+                return self._whole(x)[:, self._first : self._first + self._rows].contiguous()
             return functional.linear(x, self._weight, self._bias)
         result = torch.empty(tokens, self._rows, dtype=x.dtype)
-        if tokens:
+        if tokens and self._rows:
             wide = last_contiguous(x.float())
             self._team.run(
                 cpu_dot_kernels.linear, wide.data_ptr(), wide.stride(0) * 4, *self._address, result.data_ptr(), tokens,
                 *self._words,
             )
         return result
+
+    def rows(self, start: int, stop: int) -> PlainLinear:
+        """Return the weight's output rows [start, stop), a view.
+
+        With many tokens the library's sums depend on how many rows it multiplies, so there the whole is computed.
+        """
+        check_rows(start, stop, self._rows)
+        bias = None if self._bias is None else self._bias[start:stop]
+        return PlainLinear(self._team, self._weight[start:stop], bias, self, start)
 
 
 def silu_mul(team: Team, gate_up: torch.Tensor) -> torch.Tensor:

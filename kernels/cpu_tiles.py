@@ -16,6 +16,7 @@ import torch
 
 from bgmpi.errors import InternalError
 from bgmpi.kernels import cpu_tile_kernels as kernels
+from bgmpi.kernels.cpu_layers import check_rows
 from bgmpi.kernels.team import Team
 from bgmpi.kernels.tile_code import DEEP, TILE, compiled_for_tiles, shapes
 
@@ -102,7 +103,7 @@ class TileLinear:
                 f"{self._width}]; dtype and width must be equal"
             )
         result = torch.empty(tokens, self._rows, dtype=torch.bfloat16)
-        if tokens:
+        if tokens and self._rows:
             if x.stride(1) != 1:
                 x = x.contiguous()
             tiles = self._tiles
@@ -110,6 +111,14 @@ class TileLinear:
             tiles.team.run(kernels.linear, 0, x.data_ptr(), 2 * x.stride(0), *self._front, result.data_ptr(), tokens,
                            self._rows, self._rows_of_task[tokens > 2 * TILE], room.data_ptr(), tiles.shapes)
         return result
+
+    def rows(self, start: int, stop: int) -> TileLinear:
+        """Return the weight's output rows [start, stop): a view, but for fewer than 16 rows or an odd width.
+
+        Each number is one row's sum along the width, so it does not depend on the rows beside it.
+        """
+        check_rows(start, stop, self._rows)
+        return TileLinear(self._tiles, self._weight[start:stop, : self._width], self._bias[start:stop])
 
 
 class TileExperts:

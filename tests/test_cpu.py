@@ -376,3 +376,57 @@ def test_one_rank_exchanges_without_a_copy(backend: CpuBackend) -> None:
     assert exchanged.x is x
     y = torch.randn(3, 8)
     assert backend.give_back(exchanged, y) is y
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 40, 48, 63, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_some_rows_of_a_weight_answer_the_same_bits_as_the_whole(
+    backend: CpuBackend, dtype: torch.dtype, tokens: int
+) -> None:
+    torch.manual_seed(8)
+    for rows, width in ((64, 64), (200, 352), (33, 48), (513, 96), (40, 61)):
+        weight, x = torch.randn(rows, width).to(dtype), torch.randn(tokens, width).to(dtype)
+        for bias in (None, torch.randn(rows).to(dtype)):
+            whole = backend.linear(weight, bias)
+            expected = whole(x)
+            for start, stop in ((0, rows), (0, rows // 3), (5, 6), (7, 30), (rows // 2, rows), (rows, rows)):
+                part = whole.rows(start, stop)
+                assert torch.equal(part(x), expected[:, start:stop])
+                assert torch.equal(part.rows(0, stop - start)(x), expected[:, start:stop])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_some_rows_of_a_large_weight_answer_the_same_bits_on_any_number_of_threads(threads: int) -> None:
+    for dtype in DTYPES[:2]:
+        backend = CpuBackend(None, threads)
+        whole = backend.linear(torch.randn(1536, 1024, generator=torch.Generator().manual_seed(1)).to(dtype))
+        for tokens in (1, 16, 40, 64, 100):
+            x = torch.randn(tokens, 1024).to(dtype)
+            expected = whole(x)
+            for start, stop in ((0, 512), (512, 1023), (1023, 1536)):
+                assert torch.equal(whole.rows(start, stop)(x), expected[:, start:stop])
+
+
+def test_rows_share_the_memory_of_plain_weights(backend: CpuBackend) -> None:
+    weight = torch.ones(64, 32)
+    part = backend.linear(weight).rows(16, 48)
+    weight.zero_()
+    assert not part(torch.ones(1, 32)).any()
+    with pytest.raises(InternalError, match=r"asked for \[40, 65\) of a weight with 64 rows"):
+        backend.linear(weight).rows(40, 65)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_some_heads_attend_to_the_same_bits_as_all(backend: CpuBackend, name: str, dtype: torch.dtype) -> None:
+    batch = Batch(*BATCHES[name])
+    plan = batch.plan(backend)
+    pages, latent = torch.randn(batch.pool, 2, 2, 16, 24).to(dtype), torch.randn(batch.pool, 16, 40).to(dtype)
+    query, wide = torch.randn(batch.tokens, 12, 24).to(dtype), torch.randn(batch.tokens, 12, 40).to(dtype)
+    whole = backend.attend(query, pages, plan, 0.2, 0)
+    whole_latent = backend.attend_latent(wide, latent, plan, 0.2, 32)
+    for first, last, group in ((0, 6, slice(0, 1)), (6, 12, slice(1, 2)), (2, 5, slice(0, 1)), (11, 12, slice(1, 2))):
+        some = backend.attend(query[:, first:last], pages[:, :, group], plan, 0.2, 0)
+        assert torch.equal(some, whole[:, first:last])
+        some = backend.attend_latent(wide[:, first:last], latent, plan, 0.2, 32)
+        assert torch.equal(some, whole_latent[:, first:last])
