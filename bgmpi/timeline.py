@@ -4,7 +4,7 @@ The paper's claim is that ranks stay even and busy (A5, A6), and a picture shows
 file makes the numbers of that picture, `picture.py` paints it; neither knows how a decision was made.
 
 A trace may hold millions of deeds and a picture has about a thousand columns, so the trace is read twice: once for its
-extent and exact sums, once for pieces, which join their neighbour of the same kind where nobody could tell them apart.
+extent and exact sums, once for pieces, which join their neighbour of the same kind while both fit into one column.
 Memory is bounded by the picture and not by the trace.  Idle is what no deed covers between the first deed of the job
 and the last one; deeds may lie inside each other (a spill within a run) and count once.
 
@@ -68,14 +68,11 @@ class Lane:
         self._covered_until = max(self._covered_until, end)
 
     def draw(self, deed: DeedLine, column: float) -> None:
-        """Add a deed to the pieces, a column of the picture being `column` seconds wide."""
+        """Add a deed to the pieces; it joins the last one if both fit into `column` seconds, the least drawn."""
         pieces = self.pieces.setdefault(deed.what, [])
-        last = pieces[-1] if pieces else None
-        small = last is not None and min(deed.seconds, last.end - last.begin) < column
-        if last is None or not small or deed.time - last.end >= column:
-            last = Piece(deed.time, deed.time)
-            pieces.append(last)
-        last.take(deed)
+        if not pieces or deed.time + deed.seconds - pieces[-1].begin > column:
+            pieces.append(Piece(deed.time, deed.time))
+        pieces[-1].take(deed)
 
 
 @dataclass(slots=True)

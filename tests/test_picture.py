@@ -74,8 +74,8 @@ def test_many_ranks_get_thin_lanes_and_not_all_a_name(tmp_path):
 
 def test_pieces_that_joined_many_short_deeds_are_paler_than_one_that_took_all_its_time(tmp_path):
     deeds = [Deed("run", 0.0, 1000.0, NOBODY), *(Deed("yield", 500 + i / 10, 0.05, np.arange(1)) for i in range(100))]
-    (joined,) = titled(lay_out(timeline_of(tmp_path / "t", deeds)), "rank 0: yield")
-    assert joined.strength == pytest.approx(0.5, abs=0.01)
+    joined = titled(lay_out(timeline_of(tmp_path / "t", deeds)), "rank 0: yield")
+    assert 10 <= len(joined) <= 14 and all(0.5 <= one.strength < 0.6 for one in joined[:-1])
 
 
 def test_the_svg_is_whole_and_every_piece_has_its_title(timeline, tmp_path):

@@ -76,7 +76,7 @@ def test_what_became_of_sequences_is_counted_and_is_no_piece(tmp_path):
     assert "6 arrived, 6 active, 4 done" in summary(timeline)
 
 
-def test_neighbours_that_nobody_could_tell_apart_are_one_piece_and_others_are_not(tmp_path):
+def test_neighbours_that_fit_into_one_column_are_one_piece_and_others_are_not(tmp_path):
     short = [Deed("yield", 100.0 + i / 1000, 0.0001, ids(1), 10) for i in range(50)]
     long = [Deed("run", 200.0 * i, 199.99, NOBODY) for i in range(5)]
     lane = read_timeline(trace(tmp_path / "t", {0: [*short, *long]})).lanes[0]
