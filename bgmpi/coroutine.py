@@ -79,29 +79,34 @@ class StateTable:
     def __len__(self) -> int:
         return len(self.state)
 
-    def move(self, sequences: NDArray[np.int64], target: State, *, round_number: int = 0) -> None:
-        """Move `sequences` int64 [k] (each at most once) to `target`; raise IllegalMove and change nothing if any
-        may not."""
+    def move(
+        self, sequences: NDArray[np.int64], target: State | NDArray[np.int64], *, round_number: int = 0
+    ) -> None:
+        """Move `sequences` int64 [k] (each at most once) to `target`, one state for all or int64 [k], one for each;
+        raise IllegalMove and change nothing if any may not."""
         if not len(sequences):
             return
         sources = self.state[sequences]
-        bad = ~self._legal[sources, target]
+        targets = np.broadcast_to(np.asarray(target), sources.shape)
+        bad = ~self._legal[sources, targets]
         if bad.any():
-            first = int(sequences[bad][0])
+            first = int(np.flatnonzero(bad)[0])
+            name = int(sequences[first])
             raise IllegalMove(
-                f"sequence {first}: {State(int(self.state[first])).name.lower()} -> {target.name.lower()} is not a "
-                f"legal move; {int(bad.sum())} of {len(sequences)} refused. Story: {self.story(first)}"
+                f"sequence {name}: {State(int(sources[first])).name.lower()} -> "
+                f"{State(int(targets[first])).name.lower()} is not a legal move; {int(bad.sum())} of "
+                f"{len(sequences)} refused. Story: {self.story(name)}"
             )
         self.counts -= np.bincount(sources, minlength=len(State))
-        self.counts[target] += len(sequences)
-        self.state[sequences] = target
+        self.counts += np.bincount(targets, minlength=len(State))
+        self.state[sequences] = targets
         size = len(self._story)
         tail = min(len(sequences), size)
         at = (self._told + len(sequences) - tail + np.arange(tail)) % size
         self._story[at, 0] = round_number
         self._story[at, 1] = sequences[-tail:]
         self._story[at, 2] = sources[-tail:]
-        self._story[at, 3] = target
+        self._story[at, 3] = targets[-tail:]
         self._told += len(sequences)
 
     def story(self, sequence: int) -> str:

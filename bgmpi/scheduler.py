@@ -1,37 +1,51 @@
 """Rank 0's scheduler: events in, instructions out, nothing else (design section 3).
 
-It knows which sequences exist, in which state, and on which rank.  It has no I/O, no clock, no tensor and no prompt;
-what a round took is told by the reports.  So a decision is tested as two lists, replayed from the trace, and runs
-unchanged in front of a simulator.
+It has no I/O, no clock, no tensor and no prompt; what a round took is told by the reports.  So a decision is tested as
+two lists, replayed from the trace, and runs unchanged in front of a simulator.  It joins four things that know nothing
+of each other: who is where (`roster`), which rank a waiting sequence is given (`placement`), what moves between uneven
+ranks (`balance`), and what becomes of the last ones (`long_tail`).  A drill forces primitives that no need calls for.
 
-Placement: arrived sequences wait in order of arrival; each goes to the rank with the least estimated work that has
-room.  A rank is given a little more than it can start at once, so a sequence that ends inside a round is replaced at
-once, but not so much that the ranks end unevenly.  Rejected: asking rank 0 at every step (a collective a token), and
-dealing the whole job out at the start (one rank would end long after the others).
+Placement: a rank is given a little more than it can start at once, so a sequence that ends inside a round is replaced
+at once, but not so much that the ranks end unevenly.  Rejected: asking rank 0 at every step (a collective a token),
+and dealing the whole job out at the start (one rank would end long after the others).
+
+The instructions of a round, in order: Yield, every Migrate, Combine, every Partition, Admit, Run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bgmpi.balance import Evening, Movable, even_out, uneven_ranks
 from bgmpi.coroutine import State, StateTable
+from bgmpi.drill import Drill
 from bgmpi.errors import InternalError
+from bgmpi.long_tail import LongTail, StepTimes, Tail, TailRules
+from bgmpi.placement import Room, place
 from bgmpi.primitives import (
+    NOBODY,
     Admit,
     Arrived,
+    Combine,
     Event,
     Ids,
     InputEnded,
     Instruction,
+    Migrate,
+    Partition,
     Refused,
     Reported,
     Run,
     Stop,
+    Yield,
 )
+from bgmpi.roster import Roster
+
+_STANDING = (State.ACTIVE, State.YIELDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +53,65 @@ class Rules:
     """The scheduler's constants.
 
     round_steps: most steps in a round (one page); round_seconds: a round is cut shorter when steps are slow;
-    lookahead: sequences a rank may hold beyond what it can start, as a share of its active ones.
+    lookahead: sequences a rank may hold beyond what it can start, as a share of its active ones; migrate, partition:
+    whether sequences may move, and run over groups of ranks; shardable: whether this model can run over a group.
     """
 
     round_steps: int
     page_tokens: int
     round_seconds: float = 2.0
     lookahead: float = 0.25
+    migrate: bool = False
+    partition: bool = False
+    shardable: bool = True
+    evening: Evening = field(default_factory=Evening)
+    tail: TailRules = field(default_factory=TailRules)
+
+
+@dataclass(slots=True)
+class _Orders:
+    """What one round orders, beside what it admits."""
+
+    yields: list[Ids] = field(default_factory=list)
+    moves: list[Migrate] = field(default_factory=list)
+    combines: Ids = field(default_factory=lambda: NOBODY)
+    groups: list[Partition] = field(default_factory=list)
 
 
 class Scheduler:
-    """Who is where.  sequences: number of sequences of the job; ranks: number of ranks."""
+    """Who is where, and what is next.  sequences: number of sequences of the job; ranks: number of ranks; drill: which
+    primitives to force."""
 
-    def __init__(self, sequences: int, ranks: int, rules: Rules) -> None:
-        self.table = StateTable(sequences)
-        self.prompt: NDArray[np.int32] = np.zeros(sequences, np.int32)
-        #: work of each sequence, in decode steps, by a guess: a long cap says little about an answer's real length
-        self.effort: NDArray[np.float32] = np.zeros(sequences, np.float32)
+    def __init__(self, sequences: int, ranks: int, rules: Rules, drill: Drill | None = None) -> None:
+        self.roster = Roster(sequences, ranks)
         self.ranks = ranks
         self.rules = rules
-        self.round_number = 0
+        self._drill = drill or Drill()
         self._queue: NDArray[np.int64] = np.empty(sequences, np.int64)
         self._head = 0
         self._tail = 0
         self._input_ended = False
-        self._work: NDArray[np.float64] = np.zeros(ranks)
-        self._unstarted: NDArray[np.int64] = np.zeros(ranks, np.int64)
-        self._active: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self._reports: list[Reported | None] = [None] * ranks
+        self._times = StepTimes(rules.tail)
+        self._size_led: NDArray[np.int64] = np.ones(ranks, np.int64)
+        self._long_tail = LongTail(
+            rules.tail,
+            may_move=rules.migrate or self._drill.migrations > 0,
+            may_shard=(rules.partition or self._drill.partitions > 0) and rules.shardable,
+            forced_every=self._drill.partitions,
+        )
 
     # --- questions ------------------------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> StateTable:
+        """State and owner of every sequence."""
+        return self.roster.table
+
+    @property
+    def round_number(self) -> int:
+        """Rounds decided so far."""
+        return self.roster.round_number
 
     @property
     def queued(self) -> int:
@@ -78,117 +121,244 @@ class Scheduler:
     @property
     def ended(self) -> int:
         """Sequences that are done or failed."""
-        return int(self.table.counts[State.DONE] + self.table.counts[State.FAILED])
+        return self.roster.ended
 
     def wanted(self) -> int:
         """Return how many more sequences should be read so that every rank could be filled twice over."""
         if self._input_ended:
             return 0
-        room = sum(self._room(report) for report in self._reports if report is not None)
-        return max(0, 2 * room + 16 * self.ranks - self.queued)
+        return max(0, 2 * int(self._slots(self._known()).sum()) + 16 * self.ranks - self.queued)
+
+    def check(self) -> None:
+        """Raise InternalError unless owners, sums and groups agree with the table (laws 3 and 5)."""
+        self.roster.check()
 
     # --- the machine ----------------------------------------------------------------------------------------------
 
     def handle(self, events: Sequence[Event]) -> list[list[Instruction]]:
         """Take the events of one round, in order; -> each rank's instructions, in order."""
-        self.round_number += 1
+        self.roster.round_number += 1
+        self._hear([event for event in events if isinstance(event, Reported)])
         for event in events:
             match event:
                 case Arrived():
                     self._arrive(event)
                 case Refused(sequences=names):
-                    self.table.move(names, State.FAILED, round_number=self.round_number)
+                    self.roster.move(names, State.FAILED)
                 case InputEnded():
                     self._input_ended = True
                 case Reported():
-                    self._report(event)
+                    pass
                 case _:
                     raise InternalError(f"the scheduler knows no event {type(event).__name__}")
         if self._input_ended and self.ended == len(self.table):
             return [[Stop()] for _ in range(self.ranks)]
+        orders = self._order()
         placed = self._place()
+        if not any(len(names) for names in placed):
+            self._even_out(orders)
+        self._size_led = self._sizes_led(orders)
         run = Run(self._steps(), more=self.queued > 0)
-        return [[Admit(names), run] if len(names) else [run] for names in placed]
+        return [self._instructions(rank, orders, placed[rank], run) for rank in range(self.ranks)]
 
-    def check(self) -> None:
-        """Raise InternalError unless owners and counts agree with the table (laws 3 and 5)."""
-        self.table.check()
-        state, owner = self.table.state, self.table.owner
-        live = np.isin(state, (State.ACTIVE, State.YIELDED, State.MOVING, State.SHARDED))
-        if (live & (owner < 0)).any():
-            raise InternalError("a live sequence has no owner")
-        active = np.bincount(owner[state == State.ACTIVE], minlength=self.ranks)
-        if not np.array_equal(active, self._active):
-            raise InternalError(f"active sequences per rank: table {active.tolist()}, counted {self._active.tolist()}")
+    # --- what is heard --------------------------------------------------------------------------------------------
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+    def _hear(self, reports: list[Reported]) -> None:
+        self.roster.report(reports)
+        self._times.note(reports, self._size_led)
+        for one in reports:
+            self._reports[one.rank] = one
+        lost = int(self.table.counts[State.MOVING])
+        if lost and len(reports) == self.ranks:
+            name = int(self.roster.of_state(State.MOVING)[0])
+            raise InternalError(
+                f"{lost} sequences were told to move and no rank reports them, the first is {name}; "
+                f"story: {self.table.story(name)}"
+            )
 
     def _arrive(self, event: Arrived) -> None:
         names = event.sequences
-        self.prompt[names] = event.prompt
-        self.effort[names] = event.prompt / 8 + np.minimum(event.cap, 1024)
+        self.roster.arrive(names, event.prompt, event.cap)
         self._queue[self._tail : self._tail + len(names)] = names
         self._tail += len(names)
 
-    def _report(self, event: Reported) -> None:
-        rank = event.rank
-        for moved in event.moves:
-            state, names = State(moved.state), moved.sequences
-            strangers = names[self.table.owner[names] != rank]
-            if len(strangers):
-                raise InternalError(
-                    f"rank {rank} reports sequence {strangers[0]} of rank {self.table.owner[strangers[0]]}; "
-                    f"story: {self.table.story(int(strangers[0]))}"
-                )
-            waiting = int((self.table.state[names] == State.WAITING).sum())
-            self.table.move(names, state, round_number=self.round_number)
-            if state is State.ACTIVE:
-                self._active[rank] += len(names)
-                self._unstarted[rank] -= waiting
-            else:
-                self._active[rank] -= len(names)
-            if state in (State.DONE, State.FAILED):
-                self._work[rank] -= float(self.effort[names].sum())
-                self.table.owner[names] = -1
-        self._reports[rank] = event
+    # --- primitives -----------------------------------------------------------------------------------------------
 
-    def _room(self, report: Reported) -> int:
-        """Sequences a rank may be given now."""
-        ahead = max(4, int(self.rules.lookahead * self._active[report.rank]))
-        return max(0, report.slots_free + ahead - int(self._unstarted[report.rank]))
+    def _order(self) -> _Orders:
+        """Order what the tail and the drill ask for."""
+        orders = _Orders()
+        known = self._known()
+        if len(known) < self.ranks:
+            return orders
+        held = np.flatnonzero(self.roster.held) if self._drill.yields else NOBODY
+        if self._is_tail():
+            self._obey(self._long_tail.decide(self._snapshot(known), self._times), orders)
+        else:
+            self._long_tail.forget()
+        if not self._long_tail.under_way:
+            self._exercise(known, orders)
+        self.roster.held[held] = False
+        orders.combines = held
+        return orders
+
+    def _is_tail(self) -> bool:
+        return self._drained() and len(self.table) - self.ended <= max(self.rules.tail.few, self.ranks)
+
+    def _drained(self) -> bool:
+        """Say whether nothing is left to refill any rank, and there are several."""
+        counts = self.table.counts
+        left = self.queued + int(counts[State.WAITING] + counts[State.MOVING])
+        return self._input_ended and left == 0 and self.ranks > 1
+
+    def _snapshot(self, known: list[Reported]) -> Tail:
+        """Return the stragglers as they stand."""
+        roster, evening = self.roster, self.rules.evening
+        names = roster.of_state(State.ACTIVE, State.YIELDED, State.SHARDED)
+        owner = self.table.owner[names].astype(np.int64)
+        places = [roster.groups.get(name, (rank, 1)) for name, rank in zip(names.tolist(), owner.tolist(), strict=True)]
+        apart = any(evening.far(0, rank) for rank in range(1, self.ranks))
+        return Tail(
+            sequences=names,
+            owner=owner,
+            active=self.table.state[names] == State.ACTIVE,
+            sharded=self.table.state[names] == State.SHARDED,
+            first=np.array([first for first, _ in places], np.int64),
+            size=np.array([size for _, size in places], np.int64),
+            remaining=roster.remaining(names),
+            pages=roster.pages(names, self.rules.page_tokens),
+            free_pages=self._free_pages(known),
+            seconds_a_page=evening.page_bytes / evening.rate if apart else 0.0,
+        )
+
+    def _exercise(self, known: list[Reported], orders: _Orders) -> None:
+        """Force what the drill names in this round."""
+        if not (self._drill.yields or self._drill.migrations):
+            return
+        for names in self._drill.to_yield(self.round_number, self._by_rank(State.ACTIVE)):
+            self._hold(names, orders)
+        standing = self._by_rank(State.WAITING, *_STANDING)
+        need = [self.roster.pages(names, self.rules.page_tokens) for names in standing]
+        pages, closed = self._free_pages(known), self.roster.in_groups()
+        self._obey(self._drill.to_migrate(self.round_number, standing, need, pages, closed), orders)
+
+    def _even_out(self, orders: _Orders) -> None:
+        """Order what uneven ranks ask for, once the queue cannot even them out."""
+        known, roster = self._known(), self.roster
+        if not self.rules.migrate or self.ranks == 1 or len(known) < self.ranks or self._is_tail() or orders.moves:
+            return
+        names = roster.of_state(State.WAITING, *_STANDING)
+        state, owner = self.table.state[names], self.table.owner[names].astype(np.int64)
+        remaining = roster.remaining(names) + np.where(state == State.WAITING, roster.prompt[names] / 8, 0.0)
+        work = np.bincount(owner, weights=remaining, minlength=self.ranks)
+        if not uneven_ranks(work, self._times.seconds_a_token, self.rules.evening):
+            return
+        kind = np.select([state == State.WAITING, state == State.YIELDED], [0, 1], 2)
+        have = Movable(names, owner, kind, remaining, roster.pages(names, self.rules.page_tokens))
+        slots, pages = self._slots(known, ahead=False), self._free_pages(known)
+        self._obey(even_out(have, work, slots, pages, self._times.seconds_a_token, self.rules.evening), orders)
+
+    def _obey(self, wanted: Iterable[Migrate | Partition], orders: _Orders) -> None:
+        """Note and order moves and partitions; who is active yields before it moves."""
+        for one in wanted:
+            if isinstance(one, Partition):
+                self.roster.regroup(one)
+                orders.groups.append(one)
+            else:
+                self._hold(one.sequences[self.table.state[one.sequences] == State.ACTIVE], orders)
+                self.roster.depart(one)
+                orders.moves.append(one)
+
+    def _hold(self, names: Ids, orders: _Orders) -> None:
+        if len(names):
+            self.roster.hold(names)
+            orders.yields.append(names)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _known(self) -> list[Reported]:
+        return [report for report in self._reports if report is not None]
+
+    def _by_rank(self, *states: State) -> list[Ids]:
+        names = self.roster.of_state(*states)
+        owner = self.table.owner[names]
+        return [names[owner == rank] for rank in range(self.ranks)]
+
+    def _slots(self, known: list[Reported], *, ahead: bool = True) -> NDArray[np.int64]:
+        """Return how many sequences each rank may be given now, int64 [ranks]; not `ahead`: only what it can start."""
+        count, slots = self.roster.count, np.zeros(self.ranks, np.int64)
+        for report in known:
+            slots[report.rank] = report.slots_free
+            if ahead:
+                slots[report.rank] += max(4, int(self.rules.lookahead * count[report.rank, State.ACTIVE]))
+        slots -= count[:, State.WAITING] + count[:, State.YIELDED] + self.roster.incoming
+        slots[self.roster.in_groups()] = 0
+        return np.maximum(slots, 0)
+
+    def _free_pages(self, known: list[Reported]) -> NDArray[np.int64]:
+        """Return the pages that each rank could give to a sequence of another rank, int64 [ranks]."""
+        pages = np.zeros(self.ranks, np.int64)
+        for report in known:
+            pages[report.rank] = report.free_pages
+        waiting = self.roster.of_state(State.WAITING, State.MOVING)
+        for_whom = self.roster.bound_for(waiting)
+        need = self.roster.pages(waiting, self.rules.page_tokens)
+        return pages - np.bincount(for_whom, weights=need, minlength=self.ranks).astype(np.int64)
+
+    def _sizes_led(self, orders: _Orders) -> NDArray[np.int64]:
+        """Return the size of the group that each rank leads in the round to come, 0 for who only follows or changes."""
+        sizes = np.where(self.roster.in_groups(), 0, 1)
+        for name, (_, size) in self.roster.groups.items():
+            sizes[self.table.owner[name]] = size
+        for order in orders.groups:
+            if order.size == 1:
+                sizes[order.leader] = 0
+        return sizes
 
     def _place(self) -> list[Ids]:
-        reports = [report for report in self._reports if report is not None]
-        room = np.zeros(self.ranks, np.int64)
+        """Give the first sequences of the queue to ranks -> those of each rank."""
+        known, roster = self._known(), self.roster
+        slots = self._slots(known)
+        count = min(self.queued, int(slots.sum()))
+        if not count:
+            return [NOBODY] * self.ranks
+        names = self._queue[self._head : self._head + count]
         pages = np.zeros(self.ranks, np.int64)
-        for report in reports:
-            room[report.rank] = self._room(report)
+        for report in known:
             pages[report.rank] = report.free_pages + report.pool_pages // 4
-        for rank in range(self.ranks):
-            pages[rank] -= self._unstarted[rank]
-        placed: list[list[int]] = [[] for _ in range(self.ranks)]
-        work = self._work.copy()
-        while self._head < self._tail and room.any():
-            name = int(self._queue[self._head])
-            need = -(-int(self.prompt[name]) // self.rules.page_tokens) + 1
-            fits = (room > 0) & ((pages >= need) | (self._unstarted + self._active == 0))
-            if not fits.any():
-                break
-            rank = int(np.argmin(np.where(fits, work, np.inf)))
-            self._head += 1
-            placed[rank].append(name)
-            work[rank] += self.effort[name]
-            room[rank] -= 1
-            pages[rank] -= need
-            self._unstarted[rank] += 1
-        self._work = work
-        answer = [np.array(names, np.int64) for names in placed]
-        for rank, names in enumerate(answer):
-            self.table.owner[names] = rank
-        return answer
+        pages -= roster.count[:, State.WAITING] + roster.incoming
+        need = -(-roster.prompt[names].astype(np.int64) // self.rules.page_tokens) + 1
+        idle = roster.owned + roster.incoming == 0
+        ranks = place(roster.effort[names].astype(np.float64), need, Room(roster.work.copy(), slots, pages, idle))
+        names = names[: len(ranks)]
+        self._head += len(names)
+        roster.give(names, ranks)
+        return [names[ranks == rank] for rank in range(self.ranks)]
 
     def _steps(self) -> int:
-        slowest = max((r.seconds / r.steps for r in self._reports if r is not None and r.steps), default=0.0)
-        if slowest <= 0.0:
+        slowest = max((r.seconds / r.steps for r in self._known() if r.steps), default=0.0)
+        if slowest <= 0.0 or self._long_tail.under_way:
             return 1
-        return int(np.clip(self.rules.round_seconds / slowest, 1, self.rules.round_steps))
+        steps = int(np.clip(self.rules.round_seconds / slowest, 1, self.rules.round_steps))
+        left = len(self.table) - self.ended
+        near = 1 < left <= 2 * max(self.rules.tail.few, self.ranks) and self._long_tail.may_act
+        if self._drained() and (near or self._long_tail.near):
+            return min(steps, self.rules.tail.steps)
+        return steps
+
+    def _instructions(self, rank: int, orders: _Orders, placed: Ids, run: Run) -> list[Instruction]:
+        """Return one rank's instructions of the round, in their order."""
+        said: list[Instruction] = []
+        yields = [names[self.table.owner[names] == rank] for names in orders.yields]
+        stopped = np.concatenate(yields) if yields else NOBODY
+        if len(stopped):
+            said.append(Yield(stopped))
+        said.extend(orders.moves)
+        resumed = orders.combines[self.table.owner[orders.combines] == rank]
+        resumed = resumed[self.table.state[resumed] == State.YIELDED]
+        if len(resumed):
+            said.append(Combine(resumed))
+        said.extend(orders.groups)
+        if len(placed):
+            said.append(Admit(placed))
+        said.append(run)
+        return said

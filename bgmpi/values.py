@@ -22,6 +22,7 @@ Reader = Callable[[object], Any]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)")
 _PIECE = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DRILLS = ("yield", "migrate", "partition")
 _ON = ("on", "true", "yes", "1")
 _OFF = ("off", "false", "no", "0")
 
@@ -133,3 +134,25 @@ def duration(value: object) -> float:
     if not re.fullmatch(rf"(?:{_PIECE.pattern})+", word):
         raise wrong
     return sum(float(amount) * _SECONDS[unit] for amount, unit in _PIECE.findall(word))
+
+
+def drill(value: object) -> str:
+    """Read which primitives to force in every K-th round, such as yield=3,migrate=5; each at most once, K >= 1."""
+    drill_rounds(value)
+    return str(value).strip().lower()
+
+
+def drill_rounds(value: object) -> dict[str, int]:
+    """Return the K of every primitive that a drill names.  Raise ValueError when `value` is not a drill."""
+    wrong = ValueError(
+        f"expected {','.join(f'{name}=K' for name in _DRILLS)} or some of them, K a whole number >= 1, got {value!r}"
+    )
+    if not isinstance(value, str):
+        raise wrong
+    rounds: dict[str, int] = {}
+    for word in value.strip().lower().split(","):
+        name, _, count = (piece.strip() for piece in word.partition("="))
+        if name not in _DRILLS or name in rounds or not re.fullmatch(r"[1-9]\d{0,8}", count):
+            raise wrong
+        rounds[name] = int(count)
+    return rounds

@@ -1,0 +1,118 @@
+"""Which rank each waiting sequence is given: a pure function over arrays, first come first served.
+
+Every sequence goes to the rank with the least estimated work that has room, as a loop over sequences would do it; but
+rank 0 decides while all ranks wait, and ten thousand sequences may wait.  So they are dealt in slices of arrival:
+within a slice the ranks are filled up to one common level of work, the emptiest rank first, and what a rank has no
+room for is dealt again among the others.  Small slices keep the ranks' oldest sequences about equally old, and even
+out an input that is sorted by length.
+
+Invariant: what is placed is a prefix of the queue, so a long sequence that fits nowhere now is not overtaken for ever
+(law 6).  Rejected: one rank after the other takes what it can (the last gets the leavings), and a heap (a Python step
+a sequence).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_RANK = -1
+_SLICES = 16
+
+
+@dataclass(slots=True)
+class Room:
+    """What each rank can still take; changed by `place`.
+
+    work: estimated work it has, float64 [ranks]; slots: sequences it may be given, int64 [ranks]; pages: pages it may
+    be given, int64 [ranks]; idle: bool [ranks], it has nothing at all, so it may be given one sequence of any size.
+    """
+
+    work: NDArray[np.float64]
+    slots: NDArray[np.int64]
+    pages: NDArray[np.int64]
+    idle: NDArray[np.bool_]
+
+
+def place(effort: NDArray[np.float64], need: NDArray[np.int64], room: Room) -> NDArray[np.int64]:
+    """Return the rank of each placed sequence, int64 [placed]: the first ones of the queue, as many as fit.
+
+    effort: work of each waiting sequence, in order of arrival, float64 [n]; need: its pages, int64 [n].
+    """
+    count = min(len(effort), int(room.slots.sum()))
+    step = max(len(room.work), -(-count // _SLICES))
+    answer = np.full(count, NO_RANK, np.int64)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        ranks = _deal(effort[start:stop], need[start:stop], room)
+        answer[start : start + len(ranks)] = ranks
+        if len(ranks) < stop - start:
+            return answer[: start + len(ranks)]
+    return answer
+
+
+def _deal(effort: NDArray[np.float64], need: NDArray[np.int64], room: Room) -> NDArray[np.int64]:
+    """Place one slice and take it from `room` -> the ranks of its placed prefix."""
+    ranks = np.full(len(effort), NO_RANK, np.int64)
+    left = np.arange(len(effort))
+    closed = np.zeros(len(room.work), bool)
+    while len(left):
+        wanted = _level(effort[left], room.work, (room.slots > 0) & ~closed)
+        if wanted is None:
+            break
+        fits = _fitting(wanted, need[left], room)
+        ranks[left[fits]] = wanted[fits]
+        _take(room, wanted[fits], effort[left[fits]], need[left[fits]])
+        closed[wanted[~fits]] = True
+        left = left[~fits]
+    if not len(left):
+        return ranks
+    late = np.arange(len(ranks)) > left[0]
+    late &= ranks != NO_RANK
+    _take(room, ranks[late], -effort[late], -need[late], sequences=-1)
+    return ranks[: left[0]]
+
+
+def _level(
+    effort: NDArray[np.float64], work: NDArray[np.float64], is_open: NDArray[np.bool_]
+) -> NDArray[np.int64] | None:
+    """Return the rank of each sequence, filling the open ranks to one level, emptiest first; None if none is open."""
+    ranks = np.flatnonzero(is_open)
+    if not len(ranks):
+        return None
+    ranks = ranks[np.argsort(work[ranks], kind="stable")]
+    base = work[ranks]
+    total = float(effort.sum())
+    gap = np.arange(1, len(base) + 1) * base - np.cumsum(base)
+    below = int(np.searchsorted(gap, total, side="right"))
+    level = (total + base[:below].sum()) / below
+    border = np.cumsum(level - base[:below])
+    middle = np.cumsum(effort) - effort / 2
+    return ranks[np.minimum(np.searchsorted(border, middle), below - 1)]
+
+
+def _fitting(wanted: NDArray[np.int64], need: NDArray[np.int64], room: Room) -> NDArray[np.bool_]:
+    """Say which sequences fit on the rank that they want, bool [n]; `wanted` has each rank's in one piece."""
+    begins = np.r_[True, wanted[1:] != wanted[:-1]]
+    starts = np.flatnonzero(begins)
+    piece = np.cumsum(begins) - 1
+    place_in_piece = np.arange(len(wanted)) - starts[piece]
+    pages = np.cumsum(need)
+    pages = pages - (pages - need)[starts][piece]
+    alone = (place_in_piece == 0) & room.idle[wanted]
+    fits: NDArray[np.bool_] = (place_in_piece < room.slots[wanted]) & ((pages <= room.pages[wanted]) | alone)
+    return fits
+
+
+def _take(
+    room: Room, ranks: NDArray[np.int64], effort: NDArray[np.float64], need: NDArray[np.int64], sequences: int = 1
+) -> None:
+    """Take sequences from `room`, or with negative arguments put them back."""
+    size = len(room.work)
+    room.work += np.bincount(ranks, weights=effort, minlength=size)
+    room.slots -= sequences * np.bincount(ranks, minlength=size)
+    room.pages -= np.bincount(ranks, weights=need, minlength=size).astype(np.int64)
+    if sequences > 0:
+        room.idle[ranks] = False
