@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,9 @@ from bgmpi.errors import BgmpiError, InternalError
 from bgmpi.io.spill_file import SpillFile
 
 Pages = NDArray[np.int64]
+#: Requests of one operation that a thread takes at once: two threads that meet after every short request cost each
+#: other more than the request.
+_AT_ONCE = 16
 
 
 @dataclass(slots=True)
@@ -48,15 +52,15 @@ class Traffic:
         return self.bytes / self.seconds if self.seconds else 0.0
 
     def begin(self, now: float) -> None:
-        """Note that a request goes to the disk."""
+        """Note that a thread goes to the disk."""
         if not self.under_way:
             self.since = now
         self.under_way += 1
 
-    def end(self, now: float, moved: int) -> None:
-        """Note that a request came back and moved so many bytes."""
+    def end(self, now: float, moved: int, requests: int) -> None:
+        """Note that a thread came back and moved so many bytes in so many requests."""
         self.bytes += moved
-        self.requests += 1
+        self.requests += requests
         self.under_way -= 1
         if not self.under_way:
             self.seconds += now - self.since
@@ -208,26 +212,27 @@ class KvSpill:
 
     def _serve(self) -> None:
         while (taken := self._take()) is not None:
-            receipt, request = taken
+            receipt, requests = taken
             # What nobody foresaw ends this thread, but never leaves a receipt waiting.
             error: BgmpiError | None = InternalError("a thread of the disk tier failed, see its traceback in the log")
             try:
-                error = self._carry_out(receipt, request)
+                error = self._carry_out(receipt, requests)
             finally:
-                self._end(receipt, request, error)
+                self._end(receipt, requests, error)
 
-    def _take(self) -> tuple[SpillReceipt, int] | None:
-        """Wait for the next request to the disk; None when closed."""
+    def _take(self) -> tuple[SpillReceipt, range] | None:
+        """Wait for the next requests to the disk, all of one operation; None when closed."""
         with self._changed:
             while not self._closed:
                 if self._queue and (self._queue[0].begun or self._may_begin(self._queue[0])):
                     receipt = self._queue[0]
-                    request = receipt.begun
-                    receipt.begun += 1
+                    share = -(-(receipt.requests - receipt.begun) // len(self._threads))
+                    requests = range(receipt.begun, receipt.begun + min(share, _AT_ONCE))
+                    receipt.begun = requests.stop
                     if receipt.begun == receipt.requests:
                         self._queue.popleft()
                     self._traffic(receipt).begin(time.perf_counter())
-                    return receipt, request
+                    return receipt, requests
                 self._changed.wait()
             return None
 
@@ -246,25 +251,25 @@ class KvSpill:
         self._under_way.append(receipt)
         return True
 
-    def _carry_out(self, receipt: SpillReceipt, request: int) -> BgmpiError | None:
-        if receipt.error is not None:
-            return receipt.error
-        first, last = receipt.bounds[request : request + 2]
-        try:
-            self._file.move(
-                receipt.layer * self.pages + int(receipt.pages[first]), receipt.addresses[first:last],
-                write=receipt.write,
-            )
-        except OSError as error:
-            return self._failure(receipt, error)
+    def _carry_out(self, receipt: SpillReceipt, requests: range) -> BgmpiError | None:
+        bounds = receipt.bounds[requests.start : requests.stop + 1].tolist()
+        for first, last in pairwise(bounds):
+            if receipt.error is not None:
+                return receipt.error
+            cell = receipt.layer * self.pages + int(receipt.pages[first])
+            try:
+                self._file.move(cell, receipt.addresses[first:last], write=receipt.write)
+            except OSError as error:
+                return self._failure(receipt, error)
         return None
 
-    def _end(self, receipt: SpillReceipt, request: int, error: BgmpiError | None) -> None:
-        moved = 0 if error else int(np.diff(receipt.bounds[request : request + 2])[0]) * self.page_bytes
+    def _end(self, receipt: SpillReceipt, requests: range, error: BgmpiError | None) -> None:
+        pages = receipt.bounds[requests.stop] - receipt.bounds[requests.start]
         with self._changed:
-            self._traffic(receipt).end(time.perf_counter(), moved)
+            moved = 0 if error else int(pages) * self.page_bytes
+            self._traffic(receipt).end(time.perf_counter(), moved, len(requests))
             receipt.error = receipt.error or error
-            receipt.ended += 1
+            receipt.ended += len(requests)
             if receipt.ended < receipt.requests:
                 return
         if receipt.write and receipt.error is None:

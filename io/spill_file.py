@@ -5,10 +5,10 @@ process, so the file has no name from the start: after any kill the kernel takes
 is as long as it can ever become, but sparse: only what is written takes room.
 
 The disk is asked directly (O_DIRECT) where the file system allows it: the page cache would take memory from the very
-KV that had to leave, and was seen to halve the rate.  Direct requests want addresses and sizes in whole blocks of 4096
-bytes, so cells begin at multiples of that, and pages that do not lie so pass through a huge-page buffer of the thread.
-Where it is not allowed, the cache is used and told at once to forget, after the bytes are on the disk: a write that
-only seems to have succeeded would be found out when nobody can repair it.
+KV that had to leave.  Direct requests want addresses and sizes in whole blocks of 4096 bytes, so cells begin at
+multiples of that, and pages that do not lie so pass through a huge-page buffer of the thread.  Where it is not allowed,
+the cache is used and told at once to forget, after the bytes are on the disk: a write that only seems to have succeeded
+would be found out when nobody can repair it.
 
 One call moves many pages that are neighbours on disk to or from anywhere in memory (preadv, pwritev).  ctypes reaches
 them with the list of pieces as an array, so that no Python object exists per page, which `os.preadv` needs.
