@@ -3,7 +3,7 @@
 Lengths are not known, so ranks that were given equal work end unequal.  While sequences wait for a rank the queue evens
 that out by itself; afterwards only a move can.  A move costs its bytes, so it must be worth them: the fullest rank must
 exceed the mean by a share, and the seconds saved must exceed a floor and a multiple of the copy's.  What costs least
-moves first: waiting sequences (no KV), then yielded ones, then active ones; of a kind those with most work a page.
+moves first: waiting sequences (no KV), then yielded ones, then active ones, those with most work a page first.
 
 Nothing moves beyond the mean: a source keeps at least the mean, a target gets at most the mean.  So the sum of squares
 falls with every move, and one that was decided is never taken back for the same estimates.  Rejected: exchange of pairs
@@ -82,10 +82,11 @@ def even_out(
     mean = float(work.mean())
     fullest = float(work.max())
     work, slots, pages = work.copy(), slots.copy(), pages.copy()
-    order = np.lexsort((have.sequences, -have.remaining / have.pages, have.kind))
     moves = []
     for source in np.argsort(-work, kind="stable").tolist():
-        mine = order[have.owner[order] == source]
+        if work[source] <= mean:
+            break
+        mine = _cheapest_first(have, source)
         for target in _targets(source, work, mean, rules):
             amount = min(work[source] - mean, mean - work[target])
             chosen = _choose(mine, have, amount, int(slots[target]), int(pages[target]))
@@ -97,7 +98,9 @@ def even_out(
             if not _worth(moved, copied, source, target, seconds_a_token, rules):
                 continue
             moves.append(Migrate(have.sequences[chosen], source, target))
-            mine = mine[~np.isin(mine, chosen)]
+            gone = np.zeros(len(have.sequences), bool)
+            gone[chosen] = True
+            mine = mine[~gone[mine]]
             work[source] -= moved
             work[target] += moved
             slots[target] -= len(chosen)
@@ -105,10 +108,18 @@ def even_out(
     return moves if (fullest - float(work.max())) * seconds_a_token > rules.least_gain else []
 
 
+def _cheapest_first(have: Movable, source: int) -> NDArray[np.int64]:
+    """Return the places in `have` of the source's sequences: waiting ones, the latest first (nothing to copy), then
+    yielded and active ones, of either kind most work a page first."""
+    mine = np.flatnonzero(have.owner == source)
+    waits = have.kind[mine] == 0
+    started = mine[~waits]
+    order = np.lexsort((-have.remaining[started] / have.pages[started], have.kind[started]))
+    return np.concatenate((mine[waits][::-1], started[order]))
+
+
 def _targets(source: int, work: NDArray[np.float64], mean: float, rules: Evening) -> list[int]:
     """Return the ranks below the mean, those of the source's node first, emptiest first."""
-    if work[source] <= mean:
-        return []
     below = np.flatnonzero(work < mean).tolist()
     return sorted(below, key=lambda target: (rules.far(source, target), work[target], target))
 

@@ -217,7 +217,7 @@ def _fit_together(sizes: Sequence[int], ranks: int) -> bool:
     return True
 
 
-def _free_groups(size: int, load: NDArray[np.generic], limit: int) -> list[int]:
+def _free_groups(size: int, load: NDArray[np.int64] | NDArray[np.bool_], limit: int) -> list[int]:
     """Return the first rank of every group of `size` ranks whose members all have less than `limit` sequences."""
     return [f for f in range(0, len(load) - size + 1, size) if (load[f : f + size] < limit).all()]
 

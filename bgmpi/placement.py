@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_RANK = -1
-_SLICES = 16
+_SLICES = 8
 
 
 @dataclass(slots=True)
@@ -95,7 +95,8 @@ def _level(
 
 def _fitting(wanted: NDArray[np.int64], need: NDArray[np.int64], room: Room) -> NDArray[np.bool_]:
     """Say which sequences fit on the rank that they want, bool [n]; `wanted` has each rank's in one piece."""
-    begins = np.r_[True, wanted[1:] != wanted[:-1]]
+    begins = np.ones(len(wanted), bool)
+    np.not_equal(wanted[1:], wanted[:-1], out=begins[1:])
     starts = np.flatnonzero(begins)
     piece = np.cumsum(begins) - 1
     place_in_piece = np.arange(len(wanted)) - starts[piece]

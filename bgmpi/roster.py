@@ -15,6 +15,7 @@ reports it; the sums equal the table.  `check` proves it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +27,19 @@ from bgmpi.primitives import Ids, Migrate, Partition, Reported
 #: A guess at the tokens of an answer whose cap is longer: a cap says little about an answer's real length.
 USUAL_ANSWER = 1024
 _NOWHERE = -1
-_LIVE = (State.ACTIVE, State.YIELDED, State.MOVING, State.SHARDED)
-_ENDED = (State.DONE, State.FAILED)
-_RUNNING = (State.ACTIVE, State.SHARDED)
+
+
+def _these(*states: State) -> NDArray[np.bool_]:
+    """Return a table, bool [states], that says which states are among `states`: one look-up a sequence."""
+    table = np.zeros(len(State), bool)
+    table[list(states)] = True
+    table.flags.writeable = False
+    return table
+
+
+_LIVE = _these(State.ACTIVE, State.YIELDED, State.MOVING, State.SHARDED)
+_ENDED = _these(State.DONE, State.FAILED)
+_RUNNING = _these(State.ACTIVE, State.SHARDED)
 
 
 class Roster:
@@ -76,13 +87,11 @@ class Roster:
 
     def of_state(self, *states: State) -> Ids:
         """Return the sequences of a rank that are in one of `states`, ascending."""
-        wanted = self.table.owner >= 0
-        wanted &= np.isin(self.table.state, states)
-        return np.flatnonzero(wanted)
+        return np.flatnonzero((self.table.owner >= 0) & _these(*states)[self.table.state])
 
     def decoded(self, names: Ids) -> NDArray[np.int64]:
         """Return how many tokens each has generated: as last reported, and one for every step since."""
-        running = np.isin(self.table.state[names], _RUNNING)
+        running = _RUNNING[self.table.state[names]]
         since = np.where(running, self._steps[self.table.owner[names]] - self._mark[names], 0)
         return np.minimum(self._decoded[names] + since, self.cap[names])
 
@@ -180,7 +189,7 @@ class Roster:
         self._decoded[names] = decoded
         self._mark[names] = self._steps[owners]
         self._add(owners, before, -1)
-        ended = np.isin(after, _ENDED)
+        ended = _ENDED[after]
         self._add(owners[~ended], after[~ended], 1)
         if ended.any():
             gone, was = names[ended], owners[ended]
@@ -196,9 +205,9 @@ class Roster:
         """Raise InternalError unless owners, sums and groups agree with the table (laws 3 and 5)."""
         self.table.check()
         state, owner = self.table.state, self.table.owner
-        if (np.isin(state, _LIVE) & (owner < 0)).any():
+        if (_LIVE[state] & (owner < 0)).any():
             raise InternalError("a live sequence has no owner")
-        if (np.isin(state, _ENDED) & (owner >= 0)).any():
+        if (_ENDED[state] & (owner >= 0)).any():
             raise InternalError("an ended sequence has an owner")
         have = owner >= 0
         real = np.bincount(owner[have] * len(State) + state[have], minlength=self.count.size).reshape(self.count.shape)
@@ -247,7 +256,7 @@ class Roster:
         self.incoming -= np.bincount(target[settled], minlength=self.ranks)
         self._target[names[settled]] = _NOWHERE
 
-    def _add(self, owners: NDArray[np.int32], states: NDArray[np.int64], sign: int) -> None:
+    def _add(self, owners: NDArray[np.int32], states: NDArray[np.integer[Any]], sign: int) -> None:
         mine = owners >= 0
         flat = owners[mine].astype(np.int64) * len(State) + states[mine]
         self.count += sign * np.bincount(flat, minlength=self.count.size).reshape(self.count.shape)
@@ -263,7 +272,7 @@ class Roster:
                 raise InternalError(f"the ranks [{first}, {first + size}) of sequence {name} have other sequences")
             member[ranks] = True
 
-    def _same(self, what: str, real: NDArray[np.generic], counted: NDArray[np.generic]) -> None:
+    def _same(self, what: str, real: NDArray[Any], counted: NDArray[Any]) -> None:
         if not np.array_equal(real, counted):
             raise InternalError(f"{what}: table {real.tolist()}, counted {counted.tolist()}")
 

@@ -46,6 +46,7 @@ from bgmpi.primitives import (
 from bgmpi.roster import Roster
 
 _STANDING = (State.ACTIVE, State.YIELDED)
+_SHUN_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ class Scheduler:
         self._tail = 0
         self._input_ended = False
         self._reports: list[Reported | None] = [None] * ranks
+        #: the round until which nothing is moved to a rank, because a copy to it failed
+        self._shunned: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self._times = StepTimes(rules.tail)
         self._size_led: NDArray[np.int64] = np.ones(ranks, np.int64)
         self._long_tail = LongTail(
@@ -168,6 +171,9 @@ class Scheduler:
         self._times.note(reports, self._size_led)
         for one in reports:
             self._reports[one.rank] = one
+        for _, target in self.roster.failed_moves:
+            self._shunned[target] = self.round_number + _SHUN_ROUNDS
+            self._long_tail.forget()
         lost = int(self.table.counts[State.MOVING])
         if lost and len(reports) == self.ranks:
             name = int(self.roster.of_state(State.MOVING)[0])
@@ -248,8 +254,9 @@ class Scheduler:
             return
         names = roster.of_state(State.WAITING, *_STANDING)
         state, owner = self.table.state[names], self.table.owner[names].astype(np.int64)
-        remaining = roster.remaining(names) + np.where(state == State.WAITING, roster.prompt[names] / 8, 0.0)
-        work = np.bincount(owner, weights=remaining, minlength=self.ranks)
+        remaining = roster.remaining(names).astype(np.float64)
+        remaining += np.where(state == State.WAITING, roster.prompt[names] / 8, 0.0)
+        work = np.bincount(owner, weights=remaining, minlength=self.ranks).astype(np.float64)
         if not uneven_ranks(work, self._times.seconds_a_token, self.rules.evening):
             return
         kind = np.select([state == State.WAITING, state == State.YIELDED], [0, 1], 2)
@@ -302,7 +309,8 @@ class Scheduler:
         waiting = self.roster.of_state(State.WAITING, State.MOVING)
         for_whom = self.roster.bound_for(waiting)
         need = self.roster.pages(waiting, self.rules.page_tokens)
-        return pages - np.bincount(for_whom, weights=need, minlength=self.ranks).astype(np.int64)
+        pages -= np.bincount(for_whom, weights=need, minlength=self.ranks).astype(np.int64)
+        return np.where(self._shunned > self.round_number, 0, pages)
 
     def _sizes_led(self, orders: _Orders) -> NDArray[np.int64]:
         """Return the size of the group that each rank leads in the round to come, 0 for who only follows or changes."""
