@@ -356,8 +356,9 @@ class LongTail:
         return self._agreed is not None
 
     def forget(self) -> None:
-        """There is no tail (yet, or any more)."""
+        """Give up what is agreed on or under way: there is no tail, or it changed, or the way was barred."""
         self._target = self._agreed = None
+        self._settled = 0
 
     def decide(self, tail: Tail, times: StepTimes) -> list[Migrate | Partition]:
         """Return what to order at this boundary."""

@@ -66,6 +66,8 @@ class Roster:
         self.groups: dict[int, tuple[int, int]] = {}
         #: (source, target) of every sequence of the last reports that could not move
         self.failed_moves: list[tuple[int, int]] = []
+        #: sequences of the last reports whose group could not be made, or fell apart
+        self.failed_groups: list[int] = []
         self._target: NDArray[np.int32] = np.full(sequences, _NOWHERE, np.int32)
         self._decoded: NDArray[np.int32] = np.zeros(sequences, np.int32)
         #: steps its rank had made when `_decoded` was right
@@ -165,6 +167,7 @@ class Roster:
     def report(self, reports: Sequence[Reported]) -> None:
         """Note what became of each rank's sequences, oldest move first."""
         self.failed_moves.clear()
+        self.failed_groups.clear()
         moves = [(one.rank, moved) for one in reports for moved in one.moves if len(moved.sequences)]
         if moves:
             names = np.concatenate([moved.sequences for _, moved in moves])
@@ -238,6 +241,9 @@ class Roster:
         astray = names[self.held[names] & (states == State.ACTIVE)]
         if len(astray):
             raise InternalError(f"sequence {astray[0]} runs, though it was told to yield and nothing resumed it")
+        self.failed_groups.extend(
+            names[(self.table.state[names] == State.SHARDED) & (states == State.YIELDED)].tolist()
+        )
         self.move(names, states)
 
     def _land(self, names: Ids, ranks: NDArray[np.int64]) -> None:

@@ -173,6 +173,7 @@ class Scheduler:
             self._reports[one.rank] = one
         for _, target in self.roster.failed_moves:
             self._shunned[target] = self.round_number + _SHUN_ROUNDS
+        if self.roster.failed_moves or self.roster.failed_groups:
             self._long_tail.forget()
         lost = int(self.table.counts[State.MOVING])
         if lost and len(reports) == self.ranks:
