@@ -17,6 +17,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -35,6 +36,7 @@ from bgmpi.report import Summary
 #: Raise it when the same parameters come to mean other bytes.
 RECIPE = 1
 FIRST_TOKEN = 3
+_WORTH_REPEATING = 1 << 20
 _SPREAD = 0.02  # standard deviation of weights, as checkpoints of this size are initialised
 
 
@@ -88,6 +90,13 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LargeShape(ModelShape):
+    """A model of many gigabytes, made quickly: of matrices of one shape only `drawn` are drawn, and repeat."""
+
+    drawn: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class Lengths:
     """How long prompts and answers are, in tokens.
 
@@ -128,6 +137,12 @@ WORK_A = Work(
     "a",
     ModelShape(hidden=1024, layers=12, heads=16, kv_heads=4, head=64, experts=16, active=2, inner=1536, vocab=32000),
     Lengths(requests=128, shortest=32, longest=256, median=24, p95=96),
+)
+#: 8.7 GB of weights, 32 KiB of KV a token.
+WORK_B = Work(
+    "b",
+    LargeShape(hidden=2048, layers=16, heads=16, kv_heads=4, head=128, experts=16, active=2, inner=2560, vocab=32000),
+    Lengths(requests=1024, shortest=64, longest=64, median=32, p95=32, p99_ratio=1.0, most_ratio=1.0),
 )
 SMALL = Work(
     "small",
@@ -187,10 +202,11 @@ def _write_model(shape: ModelShape, folder: Path) -> Path:
     folder.mkdir()
     draw = torch.Generator().manual_seed(20260101)
     shards = [dict(shape.outer_shapes()), *(dict(shape.layer_shapes(layer)) for layer in range(shape.layers))]
+    random = _Repeated(shape.drawn) if isinstance(shape, LargeShape) else _random
     where, size = {}, 0
     for number, tensors in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        held = {name: _random(dimensions, draw) for name, dimensions in tensors.items()}
+        held = {name: random(dimensions, draw) for name, dimensions in tensors.items()}
         save_file(held, folder / file, metadata={"format": "pt"})
         where.update(dict.fromkeys(held, file))
         size += sum(tensor.nbytes for tensor in held.values())
@@ -205,6 +221,24 @@ def _random(dimensions: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
     if len(dimensions) == 1:
         return torch.ones(dimensions, dtype=torch.bfloat16)
     return torch.empty(dimensions, dtype=torch.bfloat16).normal_(0.0, _SPREAD, generator=draw)
+
+
+class _Repeated:
+    """Draws the first matrices of each shape and repeats them; small ones are always drawn."""
+
+    def __init__(self, drawn: int) -> None:
+        self._drawn = drawn
+        self._held: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._asked: dict[tuple[int, ...], int] = {}
+
+    def __call__(self, dimensions: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+        if prod(dimensions) < _WORTH_REPEATING:
+            return _random(dimensions, draw)
+        held = self._held.setdefault(dimensions, [])
+        number = self._asked[dimensions] = self._asked.get(dimensions, -1) + 1
+        if len(held) < self._drawn:
+            held.append(_random(dimensions, draw))
+        return held[number % self._drawn].clone()  # one file may not hold the same memory twice
 
 
 def _write_tokenizer(vocab: int, path: Path) -> None:
@@ -234,7 +268,9 @@ def main() -> None:
     """Make the works and say what they hold."""
     parser = argparse.ArgumentParser(description="Make the benchmarks' models and requests in the cache folder.")
     parser.add_argument("--quick", action="store_true", help="only the small one")
-    for work in (SMALL,) if parser.parse_args().quick else (SMALL, WORK_A):
+    parser.add_argument("--large", action="store_true", help="also the one of 9 GB")
+    asked = parser.parse_args()
+    for work in (SMALL,) if asked.quick else (SMALL, WORK_A, *((WORK_B,) if asked.large else ())):
         model, requests = make_work(work)
         size = sum(file.stat().st_size for file in model.iterdir())
         answers = work.lengths.answers()

@@ -18,7 +18,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -34,6 +35,7 @@ BLOCK = 4096
 #: Bytes of one request.
 REQUEST = 8 << 20
 _HUGE = 2 << 20
+_Look = Callable[[torch.Tensor], None]
 
 
 def aligned_buffer(size: int) -> NDArray[np.uint8]:
@@ -83,15 +85,10 @@ class LayerFiles:
         first = stored[0]
         begin = first.offset % BLOCK if first is not None and self._fits(first) else 0
         end = begin
-        pieces = []
         for name, one in zip(names, stored, strict=True):
-            size = prod(self._files.shape(name)) * self._dtype.itemsize
-            self._read_one(name, one, place, end)
-            pieces.append((name, end, size))
-            end += size
-        if not allow_nonfinite:
-            for name, at, size in pieces:
-                self._files.require_finite(name, torch.from_numpy(place[at : at + size]).view(self._dtype))
+            look = None if allow_nonfinite else partial(self._files.require_finite, name)
+            self._read_one(name, one, place, end, look)
+            end += prod(self._files.shape(name)) * self._dtype.itemsize
         with self._lock:
             self.bytes_read += end - begin
             self.seconds += time.perf_counter() - begun
@@ -111,22 +108,28 @@ class LayerFiles:
         """Say whether the file's numbers can be used where they land."""
         return stored.dtype == self._dtype and stored.offset % self._dtype.itemsize == 0
 
-    def _read_one(self, name: str, stored: Stored | None, place: NDArray[np.uint8], at: int) -> None:
-        """Read one tensor to place[at:], leaving what lies before it as it is."""
+    def _read_one(
+        self, name: str, stored: Stored | None, place: NDArray[np.uint8], at: int, look: _Look | None
+    ) -> None:
+        """Read one tensor to place[at:], leaving what lies before it as it is; `look` is shown the file's numbers."""
         handle = self._open(stored.path) if stored is not None else None
         if stored is None or handle is None:
-            tensor = self._files.tensor(name)
-            target = torch.from_numpy(place[at : at + tensor.numel() * self._dtype.itemsize]).view(self._dtype)
-            target.copy_(tensor.reshape(-1))
+            if stored is not None:
+                _require_whole(stored)
+            self._put(place, at, self._files.tensor(name).reshape(-1), look)
         elif self._fits(stored) and (stored.offset - at) % BLOCK == 0:
             edge = at % BLOCK
             kept = place[at - edge : at].copy()
             _fill(handle, stored, place[at - edge :], 0, stored.size)
             place[at - edge : at] = kept
+            if look is not None:
+                look(torch.from_numpy(place[at : at + stored.size]).view(self._dtype))
         else:
-            self._read_by_bounce(handle, stored, place, at)
+            self._read_by_bounce(handle, stored, place, at, look)
 
-    def _read_by_bounce(self, handle: int, stored: Stored, place: NDArray[np.uint8], at: int) -> None:
+    def _read_by_bounce(
+        self, handle: int, stored: Stored, place: NDArray[np.uint8], at: int, look: _Look | None
+    ) -> None:
         """Read in requests into a buffer of this thread's own, and copy, changing the dtype where it must."""
         bounce = getattr(self._thread, "bounce", None)
         if bounce is None:
@@ -136,15 +139,17 @@ class LayerFiles:
             edge = (stored.offset + begin) % BLOCK
             _fill(handle, stored, bounce, begin, size)
             found = bounce[edge : edge + size]
-            if stored.dtype == self._dtype:
-                place[at + begin : at + begin + size] = found
-                continue
-            # A piece of a file whose numbers do not begin at a multiple of their size.
+            # A file's numbers need not begin at a multiple of their size.
             aligned = found if stored.offset % stored.dtype.itemsize == 0 else found.copy()
             source = torch.from_numpy(aligned).view(stored.dtype)
-            to = at + begin // stored.dtype.itemsize * self._dtype.itemsize
-            target = place[to : to + source.numel() * self._dtype.itemsize]
-            torch.from_numpy(target).view(self._dtype).copy_(source)
+            self._put(place, at + begin // stored.dtype.itemsize * self._dtype.itemsize, source, look)
+
+    def _put(self, place: NDArray[np.uint8], at: int, source: torch.Tensor, look: _Look | None) -> None:
+        """Copy numbers to place[at:] as the model's dtype."""
+        if look is not None:
+            look(source)
+        target = place[at : at + source.numel() * self._dtype.itemsize]
+        torch.from_numpy(target).view(self._dtype).copy_(source)
 
     def _open(self, path: Path) -> int | None:
         """Return a handle that reads past the page cache, None where the file system has no such thing."""
@@ -168,6 +173,23 @@ def _open_direct(path: Path) -> int | None:
     return handle
 
 
+def _require_whole(stored: Stored) -> None:
+    """Raise InputError when a file has become shorter: touching a map behind a file's end would end the process."""
+    try:
+        held = stored.path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{stored.path}: reading weights failed: {error}") from error
+    if held < stored.offset + stored.size:
+        raise _cut(stored.path, held, stored.offset + stored.size)
+
+
+def _cut(path: Path, held: int, needed: int) -> InputError:
+    return InputError(
+        f"{path}: it ends at byte {held:,}, but a tensor of its header reaches to byte {needed:,}; it was cut while "
+        "the job ran, fetch it again"
+    )
+
+
 def _fill(handle: int, stored: Stored, target: NDArray[np.uint8], begin: int, size: int) -> None:
     """Read the whole blocks around bytes [begin, begin + size) of a tensor to the beginning of `target`."""
     start = (stored.offset + begin) // BLOCK * BLOCK
@@ -181,7 +203,4 @@ def _fill(handle: int, stored: Stored, target: NDArray[np.uint8], begin: int, si
             raise InputError(f"{stored.path}: reading weights at byte {start + done:,} failed: {error}") from error
         done += got
         if done < needed and (got == 0 or got % BLOCK):
-            raise InputError(
-                f"{stored.path}: it ends at byte {start + done:,}, but a tensor of its header reaches to byte "
-                f"{start + needed:,}; it was cut while the job ran, fetch it again"
-            )
+            raise _cut(stored.path, start + done, stored.offset + stored.size)
