@@ -112,13 +112,13 @@ class HostStore:
         self._window.close()
 
     def _check(self, rank: int, numbers: Pages) -> None:
-        own = int(self._pages_of[rank])
+        own, block = int(self._pages_of[rank]), self._window.block_bytes(rank)
         stride = int(self._window.sizes[rank]) // self.page_bytes
-        wrong = (numbers < 0) | (numbers % stride >= own)
+        wrong = (numbers < 0) | (numbers >= block // self.page_bytes) | (numbers % stride >= own)
         if wrong.any():
             raise InternalError(
                 f"page {numbers[wrong][0]} is none of the node of rank {rank}: each of its ranks has {own} pages, "
-                f"numbered from multiples of {stride} on"
+                f"numbered from multiples of {stride} on, up to {block // self.page_bytes}"
             )
 
 

@@ -99,6 +99,10 @@ class Window:
         """Say whether `node` holds the segment of that rank."""
         return rank in self._mine
 
+    def block_bytes(self, rank: int) -> int:
+        """Return the bytes of the block of that rank's node."""
+        return len(self._blocks[rank]) * int(self.sizes[rank])
+
     def get(
         self, rank: int, offsets: NDArray[np.int64], size: int, target: NDArray[np.uint8],
         target_offsets: NDArray[np.int64],
@@ -109,7 +113,7 @@ class Window:
         if not len(self.own):
             raise InternalError("a get from a window that is closed")
         owners, segment = self._blocks[rank], int(self.sizes[rank])
-        _check_pieces(f"the block of rank {rank}'s node", offsets, size, len(owners) * segment)
+        _check_pieces(f"the block of rank {rank}'s node", offsets, size, self.block_bytes(rank))
         _check_pieces("the target", target_offsets, size, len(target))
         requests = []
         rget, memory = self._raw.Rget, memoryview(target)
