@@ -11,31 +11,28 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from bgmpi import log
+from bgmpi.balance import Evening
 from bgmpi.config import Config
-from bgmpi.errors import InternalError, UsageError
-from bgmpi.executor import Executor, Shape
+from bgmpi.errors import UsageError
+from bgmpi.group import Group
 from bgmpi.head import Head, Orders
 from bgmpi.io.publish import remove_parts
 from bgmpi.io.segments import SegmentWriter, parts_folder
-from bgmpi.kernels import open_backend
-from bgmpi.launcher import threads_for
-from bgmpi.model import Model
-from bgmpi.prepare import Job, available_memory, page_bytes, pages_that_fit, prepare, together
-from bgmpi.primitives import Admit, Reported, Run, Stop
+from bgmpi.layout import Parts, lay_out
+from bgmpi.long_tail import TailRules
+from bgmpi.prepare import Job, prepare, together
+from bgmpi.primitives import Admit, Combine, Migrate, Partition, Reported, Run, Stop, Yield
 from bgmpi.rank import Rank
 from bgmpi.report import Summary
-from bgmpi.sampling import Sampler
-from bgmpi.sequence_manager import SequenceManager
+from bgmpi.scheduler import Rules
 from bgmpi.tally import Counts, Tally, total
 from bgmpi.world import World, decode, open_world
 
-DEFAULT_B_ATTN = 512
 _LOG = logging.getLogger("bgmpi.engine")
 
 
@@ -54,18 +51,21 @@ def run(config: Config) -> Summary:
         _name_processes(world)
         job = prepare(config, world)
         clock = _common_clock(world, begun)
-        parts = _load(job, world)
+        parts = lay_out(job, world, stack)
+        groups = world.groups()
         # Only now: a job whose weights cannot be loaded leaves no folder that its second try would stumble over.
         writer = stack.enter_context(_open_writer(job, world, clock))
         tally = Tally(writer)
         rank = Rank(
-            world, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take, config.check
+            world, groups, parts.store, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take,
+            config.check, notes=config.trace is not None,
         )
-        world.barrier()
+        gather_seconds = _gather_seconds(world, groups)
         loaded = clock()
         head = None
         if world.rank == 0:
-            head = Head(job, world.size, pool=parts.pool, clock=clock, refuse=tally.take, stack=stack)
+            rules = _rules(job, world, parts, gather_seconds)
+            head = Head(job, world.size, rules, pool=parts.pool, clock=clock, refuse=tally.take, stack=stack)
         _rounds(world, head, rank, writer)
         together(world, writer.close)
         return _finish(world, head, tally.counts(rank.executor.model.routed.numpy(force=True)), loaded)
@@ -79,16 +79,26 @@ def _rounds(world: World, head: Head | None, rank: Rank, writer: SegmentWriter) 
         if head is not None and reports is not None:
             orders = head.decide([decode(report, Reported) for report in reports])
         mine = world.scatter(orders, Orders)
+        moves = [one for one in mine.instructions if isinstance(one, Migrate)]
+        groups = [one for one in mine.instructions if isinstance(one, Partition)]
         for instruction in mine.instructions:
             match instruction:
+                case Yield(sequences=names):
+                    rank.suspend(names)
+                case Combine(sequences=names):
+                    rank.resume(names)
+                case Migrate():
+                    if instruction is moves[0]:
+                        rank.migrate(moves)
+                case Partition():
+                    if instruction is groups[0]:
+                        rank.partition(groups)
                 case Admit():
                     rank.admit(mine.work)
                 case Run():
                     rank.run(instruction)
                 case Stop():
                     return
-                case _:
-                    raise InternalError(f"rank {world.rank} cannot carry out {type(instruction).__name__}")
         writer.flush_if_due()
 
 
@@ -146,58 +156,28 @@ def _open_writer(job: Job, world: World, clock: Callable[[], float]) -> SegmentW
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a rank is made of.  pool: tokens of KV of the smallest rank."""
-
-    manager: SequenceManager
-    executor: Executor
-    sampler: Sampler
-    pool: int
-
-
-def _load(job: Job, world: World) -> Parts:
-    """Collective over the world: load the weights, lay out memory."""
-    config, vocab = job.config, job.architecture.vocab
-    slots = config.max_num_seqs
-    cores, allowed = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
-    threads = threads_for(world.node_size, config.threads, cores, allowed)
-    name = "cpu" if config.backend == "auto" else config.backend
-    backend = open_backend(name, world if world.size > 1 else None, threads)
-    model = together(
-        world,
-        lambda: Model(
-            job.architecture, job.files, backend, job.dtype, world.rank, world.size, config.allow_nonfinite
-        ),
-    )
-    one_page = page_bytes(model.page_shape(config.page_tokens), model.layers, job.dtype)
-    pages = together(
-        world, lambda: pages_that_fit(config, one_page, job.context, world.node_size, available_memory(os.environ))
-    )
-    pool = int(world.all_gather_counts(np.array([pages], np.int64)).min()) * config.page_tokens
-    if pool < job.context:
-        _LOG.warning("KV memory holds %d tokens of one sequence, less than the context of %d", pool, job.context)
-    budget = max(config.max_num_batched_tokens, slots)
-    manager = SequenceManager(
-        slots=slots,
-        pages=pages,
+def _rules(job: Job, world: World, parts: Parts, gather_seconds: float) -> Rules:
+    """Return the scheduler's constants for this job and machine."""
+    config, several = job.config, world.size > 1
+    gathers = 4 * parts.executor.model.layers + 1
+    return Rules(
+        round_steps=config.page_tokens,
         page_tokens=config.page_tokens,
-        budget=budget,
-        most_tokens=min(job.context, pool),
+        migrate=config.migrate and several,
+        partition=config.partition and several,
+        shardable=parts.shardable,
+        evening=Evening(page_bytes=parts.store.page_bytes, nodes=tuple(world.node_of.tolist())),
+        tail=TailRules(gather_seconds=gathers * gather_seconds, lockstep=parts.executor.lockstep),
     )
-    shape = Shape(config.b_attn or DEFAULT_B_ATTN, config.b_moe or 0, config.yield_points)
-    executor = Executor(
-        model, backend, job.dtype, shape=shape, pages=pages, page_tokens=config.page_tokens, budget=budget, slots=slots
-    )
-    sampler = Sampler(slots, vocab, job.tokenizer.size, job.tokenizer.eos_ids, backend.device)
-    _LOG.info(
-        "%s in %s on %d ranks x %d threads; %d KV pages of %d tokens a rank (%.2f GB)",
-        job.architecture.family,
-        str(job.dtype).removeprefix("torch."),
-        world.size,
-        threads,
-        pages,
-        config.page_tokens,
-        pages * one_page / 1e9,
-    )
-    return Parts(manager, executor, sampler, pool)
+
+
+def _gather_seconds(world: World, groups: dict[tuple[int, int], Group]) -> float:
+    """Collective over the world: return what one small gather over all ranks takes, the least of a few."""
+    group = groups[0, world.size]
+    seconds = []
+    for _ in range(8):
+        world.barrier()
+        begun = time.perf_counter()
+        group.all_gather_counts(np.zeros(1, np.int64))
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)

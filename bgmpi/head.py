@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from bgmpi.coroutine import State
+from bgmpi.drill import Drill
 from bgmpi.intake import Intake
 from bgmpi.io.openai_lines import export_errors
 from bgmpi.io.publish import Published, publish, remove_parts
@@ -45,6 +46,7 @@ class Head:
         self,
         job: Job,
         ranks: int,
+        rules: Rules,
         *,
         pool: int,
         clock: Callable[[], float],
@@ -66,8 +68,7 @@ class Head:
             clock=clock,
             refuse=refuse,
         )
-        rules = Rules(round_steps=config.page_tokens, page_tokens=config.page_tokens)
-        self._scheduler = Scheduler(self._intake.sequences, ranks, rules)
+        self._scheduler = Scheduler(self._intake.sequences, ranks, rules, Drill.parse(config.drill))
         self._trace = stack.enter_context(TraceWriter(config.trace)) if config.trace else None
         metrics = None
         if config.metrics_file:

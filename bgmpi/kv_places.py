@@ -47,13 +47,16 @@ class KvPlaces:
         """The pool in which resident sequences compute."""
         return self.home if self.device is None else self.device
 
-    def fits(self, tokens: int) -> bool:
-        """Say whether a sequence of that many tokens can ever have its KV here."""
-        pages = self.home.pages_for(tokens)
+    def longest(self) -> int:
+        """Return the pages of the longest sequence that can ever run here."""
         most = self.home.pages
         if self.device is not None:
             most = min(most, self.streamed_most, *(() if self.stream else (self.device.pages,)))
-        return pages <= most
+        return most
+
+    def fits(self, tokens: int) -> bool:
+        """Say whether a sequence of that many tokens can ever run here."""
+        return self.home.pages_for(tokens) <= self.longest()
 
     # --- slots ----------------------------------------------------------------------------------------------------
 

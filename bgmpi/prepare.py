@@ -209,38 +209,3 @@ def _context(config: Config, architecture: Architecture) -> int:
 def page_bytes(page_shape: tuple[int, ...], layers: int, dtype: torch.dtype) -> int:
     """Return the bytes of one page over all layers."""
     return prod(page_shape) * layers * dtype.itemsize
-
-
-def pages_that_fit(config: Config, one_page: int, context: int, node_ranks: int, available: int) -> int:
-    """Return how many KV pages this rank has; pure.
-
-    one_page, available: bytes; the pool is never larger than all active sequences at full context can fill.  Raises
-    UsageError when not even one page fits, or fewer than an explicit --max-model-len needs.
-    """
-    share = int(available * config.gpu_memory_utilization) // node_ranks
-    budget = config.host_kv_memory if config.host_kv_memory is not None else share
-    full = -(-context // config.page_tokens)
-    pages = min(budget // one_page, full * config.max_num_seqs)
-    if pages < 1:
-        raise UsageError(f"{budget:,} bytes for KV hold no page of {one_page:,} bytes; raise --host-kv-memory")
-    if pages < full and config.max_model_len is not None:
-        raise UsageError(
-            f"--max-model-len {context} needs {full * one_page:,} bytes of KV on a rank, {budget:,} are there; "
-            f"raise --host-kv-memory or lower --max-model-len"
-        )
-    return pages
-
-
-def available_memory(environ: Mapping[str, str]) -> int:
-    """Return the bytes that this node's ranks may still take: free memory, cgroup limit, Slurm's limit; the least."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if os.path.exists(path):
-            text = Path(path).read_text().strip()
-            if text.isdigit():
-                limits.append(int(text))
-    slurm = environ.get("SLURM_MEM_PER_NODE", "")
-    if slurm.isdigit() and int(slurm):
-        limits.append(int(slurm) << 20)
-    return min(limits)

@@ -1,7 +1,10 @@
-"""One rank's half of a round: admit, make room, refill, step, answer, report.
+"""One rank's half of a round: carry out what rank 0 said, make room, refill, step, answer, report.
 
 It joins the pure sequence manager to the executor's tensors, the sampler and the transcripts, and hands finished
 answers to a sink.  It knows neither rank 0's reasons nor files.
+
+Page boundary (paper A5): pending appends are waited for, the finished are retired already, who must make room yields,
+then the backlog refills and KV comes back (COMBINE).  MIGRATE and PARTITION have rooms of their own.
 
 Where the model has experts all ranks walk in lockstep: before each step they agree, in one small collective, how many
 tokens the fullest rank has and whether one starves, so every rank makes the same exchanges and ends the round at the
@@ -17,14 +20,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bgmpi.executor import Executor
+from bgmpi.backlog import Entry
+from bgmpi.executor import Executor, Head
+from bgmpi.group import Group
+from bgmpi.io.host_store import HostStore
 from bgmpi.io.tokenizer import Tokenizer
-from bgmpi.primitives import Reported, Run
+from bgmpi.migration import migrate
+from bgmpi.partition import Sharded, shard, unshard
+from bgmpi.primitives import FEW_ACTIVE, NOBODY, Deed, Ids, Migrate, Partition, Reported, Run
 from bgmpi.request import Answer, Finish, Request
 from bgmpi.sampling import Drawn, Sampler
-from bgmpi.sequence_manager import Ended, Entry, SequenceManager, StepPlan
+from bgmpi.sequence_manager import Ended, SequenceManager, StepPlan, Way
+from bgmpi.shard import Shard
 from bgmpi.transcript import Transcript, close_transcript, open_transcript
 from bgmpi.world import World
+
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +67,13 @@ class Tally:
 class Rank:
     """The rank's live sequences and how they advance.
 
-    clock: seconds since the job began; sink: takes each finished answer; check: prove all laws after every step.
+    groups: this rank's groups by (first rank, size); clock: seconds since the job began; sink: takes each finished
+    answer; check: prove all laws after every step; notes: keep deeds for the trace.
     """
 
     world: World
+    groups: dict[tuple[int, int], Group]
+    store: HostStore
     manager: SequenceManager
     executor: Executor
     sampler: Sampler
@@ -67,7 +81,11 @@ class Rank:
     clock: Callable[[], float]
     sink: Callable[[Answer], None]
     check: bool = False
+    notes: bool = False
     live: dict[int, Transcript] = field(default_factory=dict)
+    _sharded: Sharded | None = None
+    _shards: dict[tuple[int, int, int], Shard] = field(default_factory=dict)
+    _deeds: list[Deed] = field(default_factory=list)
     _tally: Tally = field(default_factory=Tally)
     _listening: set[int] = field(default_factory=set)
     _scoring: set[int] = field(default_factory=set)
@@ -81,10 +99,40 @@ class Rank:
                 entries.append(Entry(sequence, item.request.prompt, len(item.request.prompt), item.most))
         self.manager.admit(entries)
 
+    def suspend(self, sequences: Ids) -> None:
+        """YIELD active sequences and hold them, their KV at home.  Local."""
+        begun, manager = self.clock(), self.manager
+        slots = manager.slots_of(sequences)
+        moved = self._bring_home(slots)
+        for slot in manager.suspend(sequences).tolist():
+            self._vacate(slot)
+        self._note("yield", begun, sequences, moved)
+
+    def resume(self, sequences: Ids) -> None:
+        """COMBINE: let held sequences run again, as room allows.  Local."""
+        self.manager.backlog.combine(sequences)
+
+    def migrate(self, orders: list[Migrate]) -> None:
+        """Collective over the world: carry out the round's migrations."""
+        begun = self.clock()
+        done = migrate(orders, world=self.world, store=self.store, manager=self.manager, live=self.live,
+                       tokenizer=self.tokenizer)
+        sent = [order.sequences for order in orders if order.source == self.world.rank]
+        if len(done.arrived) or sent:
+            self._note("migrate", begun, np.concatenate((done.arrived, *sent)), done.bytes)
+
+    def partition(self, orders: list[Partition]) -> None:
+        """Collective over the world: end and begin groups, each order collective over its group."""
+        for order in orders:
+            if order.size == 1:
+                if self._sharded is not None and self._sharded.sequence == order.sequence:
+                    self._unshard(self._sharded)
+            elif order.first <= self.world.rank < order.first + order.size:
+                self._shard(order)
+
     def run(self, order: Run) -> None:
         """Collective over the world when the model has experts.  Make up to `order.steps` steps."""
-        for slot, _ in self.manager.make_room():
-            self._vacate(slot)
+        self._make_room()
         self._refill()
         begun = self.clock()
         for _ in range(order.steps):
@@ -99,26 +147,95 @@ class Rank:
             if starving:
                 break
         self._tally.seconds += self.clock() - begun
+        self._note("run", begun, NOBODY, 0)
 
     def report(self) -> Reported:
         """Return what happened since the last report.  Local."""
-        manager, tally = self.manager, self._tally
+        manager, tally, deeds = self.manager, self._tally, tuple(self._deeds)
         self._tally = Tally(0, 0.0, manager.prompt_tokens, manager.generated_tokens, manager.wasted_tokens)
+        self._deeds.clear()
+        active = manager.active if self._sharded is None or self._sharded.leads else manager.active[:0]
+        few = active if len(active) <= FEW_ACTIVE else active[:0]
         return Reported(
             rank=self.world.rank,
             moves=manager.take_moves(),
             free_pages=manager.kv.free,
             pool_pages=manager.kv.pages,
             slots_free=manager.slots_free,
-            backlog=manager.backlog,
+            backlog=len(manager.backlog),
             steps=tally.steps,
             prompt_tokens=manager.prompt_tokens - tally.prompt,
             generated_tokens=manager.generated_tokens - tally.generated,
             wasted_tokens=manager.wasted_tokens - tally.wasted,
             seconds=tally.seconds,
+            active=manager.sequence[few],
+            decoded=manager.known[few] - manager.prompt[few],
+            deeds=deeds,
         )
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _note(self, what: str, begun: float, sequences: Ids, moved: int) -> None:
+        if self.notes:
+            self._deeds.append(Deed(what, begun, self.clock() - begun, sequences, moved))
+
+    def _make_room(self) -> None:
+        """YIELD whoever must, until each active sequence can make one page of steps."""
+        manager, kv = self.manager, self.executor.kv
+        kv.settle()
+        while (eviction := manager.evict()) is not None:
+            begun, slots, moved = self.clock(), eviction.slots, 0
+            names = manager.sequence[slots].copy()
+            match eviction.way:
+                case Way.DEMOTE:
+                    moved = kv.demote(manager.places, slots, manager.with_kv[slots])
+                case Way.SPILL:
+                    moved = kv.spill(manager.places, slots)
+                case Way.GIVE_UP:
+                    pass
+            for slot in manager.evicted(eviction):
+                self._vacate(slot)
+            self._note("spill" if eviction.way is Way.SPILL else "yield", begun, names, moved)
+
+    def _bring_home(self, slots: NDArray[np.int64]) -> int:
+        """Let all KV of these slots be at home -> bytes copied."""
+        manager, kv = self.manager, self.executor.kv
+        kv.settle()
+        if manager.places.device is None:
+            return 0
+        resident = slots[manager.places.resident[slots]]
+        moved = kv.demote(manager.places, resident, manager.with_kv[resident])
+        manager.places.end_demotion(resident)
+        return moved
+
+    def _shard(self, order: Partition) -> None:
+        """Collective over the group."""
+        begun, group = self.clock(), self.groups[order.first, order.size]
+        ready = self._shards.get((order.first, order.size, order.leader))
+        if ready is None:
+            ready = Shard(self.executor.model, group, order.leader - order.first)
+            self._shards[order.first, order.size, order.leader] = ready
+        manager = self.manager
+        if order.leader == self.world.rank:
+            self._bring_home(manager.slots_of(np.array([order.sequence], np.int64)))
+        self._sharded = shard(order, group, ready.own_heads, self.store, manager)
+        if self._sharded is not None:
+            self.executor.shard = ready
+        elif order.leader == self.world.rank:
+            manager.refused(order.sequence)
+        self._note("partition", begun, np.array([order.sequence], np.int64), 0)
+
+    def _unshard(self, sharded: Sharded) -> None:
+        """Collective over the group."""
+        begun, manager = self.clock(), self.manager
+        self._bring_home(manager.active)
+        moved = unshard(sharded, self.store, manager)
+        if sharded.leads:
+            manager.resumed(sharded.sequence)
+        else:
+            manager.forget(sharded.sequence)
+        self._sharded = self.executor.shard = None
+        self._note("partition", begun, np.array([sharded.sequence], np.int64), moved)
 
     def _agree(self, tokens: int, more: bool) -> tuple[int, bool]:
         """Return the fullest rank's tokens, and whether a rank starves while rank 0 has sequences that wait."""
@@ -132,30 +249,46 @@ class Rank:
 
     def _step(self, plan: StepPlan | None, most: int) -> None:
         manager = self.manager
-        hidden = self.executor.step(plan, manager.kv.table, most)
-        if plan is None:
-            return
-        if self._scoring:
-            self._record_prompt(plan, hidden)
-        slots = plan.slots[plan.emits]
-        tokens = np.empty(0, np.int32)
-        stopped = fault = by_token = np.empty(0, bool)
-        if len(slots):
-            rows = hidden[torch.from_numpy(plan.first[1:][plan.emits].astype(np.int64) - 1)]
-            drawn = self.sampler.draw(
-                self.executor.logits(rows), slots, manager.known[slots] - manager.prompt[slots]
-            )
-            tokens, fault, by_token = drawn.tokens, drawn.fault, drawn.stopped
-            stopped = by_token | self._listen(slots, drawn)
-            self._record(slots, drawn)
-            self._greet(slots)
+        hidden = self.executor.step(plan, most)
+        with self.executor.head() as logits:
+            if plan is None:
+                return
+            if self._scoring:
+                self._record_prompt(plan, hidden, logits)
+            slots = plan.slots[plan.emits]
+            tokens = np.empty(0, np.int32)
+            stopped = fault = by_token = np.empty(0, bool)
+            if len(slots):
+                rows = hidden[torch.from_numpy(plan.first[1:][plan.emits].astype(np.int64) - 1)]
+                tokens, stopped, fault, by_token = self._draw(logits(rows), slots)
         ended = manager.commit(plan, tokens, stopped, fault)
         if len(ended.slots):
-            self._answer(ended, set(slots[by_token].tolist()))
+            if self._sharded is None or self._sharded.leads:
+                self._answer(ended, set(slots[by_token].tolist()))
+            else:
+                manager.retire(ended)
+            self._sharded = self.executor.shard = None
             self._refill()
 
+    def _draw(self, logits: torch.Tensor, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], Flags, Flags, Flags]:
+        """Collective over the group when sharded.  Draw the next token of each slot, note and listen.
+
+        -> tokens int32 [E]; stopped, fault, by_token bool [E]; the leader's, for who follows.
+        """
+        sharded, outcome = self._sharded, np.empty((4, len(slots)), np.int32)
+        if sharded is None or sharded.leads:
+            generated = self.manager.known[slots] - self.manager.prompt[slots]
+            drawn = self.sampler.draw(logits, slots, generated)
+            outcome[:] = drawn.tokens, drawn.stopped | self._listen(slots, drawn), drawn.fault, drawn.stopped
+            self._record(slots, drawn)
+            self._greet(slots)
+        if sharded is not None:
+            sharded.group.broadcast_bytes(outcome.reshape(-1).view(np.uint8), sharded.leader)
+        return outcome[0], outcome[1].astype(bool), outcome[2].astype(bool), outcome[3].astype(bool)
+
     def _refill(self) -> None:
-        for slot, entry in self.manager.refill():
+        begun, manager = self.clock(), self.manager
+        for slot, entry in manager.refill():
             transcript = self.live[entry.sequence]
             generated = entry.tokens[entry.prompt :]
             asks = transcript.request.sampling
@@ -164,6 +297,12 @@ class Rank:
                 self._listening.add(slot)
             if transcript.prompt_logprobs is not None:
                 self._scoring.add(slot)
+        ready = manager.promote()
+        if len(ready):
+            self.executor.kv.settle()
+            moved = self.executor.kv.promote(manager.places, ready, manager.with_kv[ready])
+            manager.promoted(ready)
+            self._note("combine", begun, manager.sequence[ready], moved)
 
     def _vacate(self, slot: int) -> None:
         self.sampler.clear(slot)
@@ -207,7 +346,7 @@ class Rank:
                 one = slice(index, index + 1)
                 pieces.add(drawn.chosen[one], drawn.top_ids[one], drawn.top[one])
 
-    def _record_prompt(self, plan: StepPlan, hidden: torch.Tensor) -> None:
+    def _record_prompt(self, plan: StepPlan, hidden: torch.Tensor, logits: Head) -> None:
         """Record log-probabilities of prompt tokens, in slices so that no tokens x vocabulary block arises (C59)."""
         manager = self.manager
         for index, slot in enumerate(plan.slots.tolist()):
@@ -222,7 +361,7 @@ class Rank:
                 stop = min(start + 64, high)
                 rows = hidden[int(plan.first[index]) + start - before : int(plan.first[index]) + stop - before]
                 targets = manager.tokens[slot, start + 1 : stop + 1]
-                pieces.add(*self.sampler.prompt_logprobs(self.executor.logits(rows), targets, pieces.width))
+                pieces.add(*self.sampler.prompt_logprobs(logits(rows), targets, pieces.width))
 
     def _answer(self, ended: Ended, by_token: set[int]) -> None:
         manager, now = self.manager, self.clock()

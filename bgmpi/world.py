@@ -143,6 +143,17 @@ class World:
         agreed.agreed = True
         raise agreed
 
+    def exchange(self, pieces: list[bytes]) -> list[bytes]:
+        """Collective over the world.  pieces[r] goes to rank r -> what each rank had for me, in rank order."""
+        if self.size == 1:
+            return pieces
+        counts = np.array([len(piece) for piece in pieces], np.int64)
+        incoming = self.all_to_all_counts(counts)
+        received = np.empty(int(incoming.sum()), np.uint8)
+        self.all_to_all_bytes(np.frombuffer(b"".join(pieces), np.uint8), counts, received, incoming)
+        ends = np.cumsum(incoming)
+        return [received[end - size : end].tobytes() for end, size in zip(ends, incoming, strict=True)]
+
     def all_gather_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Collective over the world.  counts int64 [k] -> int64 [ranks, k]."""
         if self.size == 1:

@@ -54,6 +54,11 @@ def free_bytes(folder: str | Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
+def cell_bytes(page_bytes: int) -> int:
+    """Return what a page of that size takes at most on disk, bytes."""
+    return -(-page_bytes // BLOCK) * BLOCK
+
+
 class SpillFile:
     """`cells` places of `page_bytes` bytes each in an unnamed file in `folder`.
 
@@ -88,7 +93,7 @@ class SpillFile:
             raise self.failure(error, write=True, needed=cells * page_bytes) from error
         try:
             self.direct = direct and self._passes_the_cache()
-            self.cell = -(-page_bytes // BLOCK) * BLOCK if self.direct else page_bytes
+            self.cell = cell_bytes(page_bytes) if self.direct else page_bytes
             os.ftruncate(self._file.fileno(), max(BLOCK, cells * self.cell))
             self._try_out()
         except OSError as error:

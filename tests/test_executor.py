@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bgmpi.backlog import Entry
 from bgmpi.coroutine import Module
 from bgmpi.executor import Executor, Shape
+from bgmpi.kv_places import KvPlaces
+from bgmpi.kv_stream import KvStream
 from bgmpi.sequence_manager import StepPlan
 
 LAYERS = 3
@@ -43,31 +48,38 @@ class Recorder:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return ids[:, None].expand(-1, 4).float()
 
-    def attend(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, plan: Any, pages: Any) -> None:
-        assert len(hidden) == len(positions) == plan.tokens
-        self.calls.append(("attend", layer, len(hidden)))
-        hidden += 0.5
+    @contextmanager
+    def attention_of(self, layer: int) -> Iterator[Any]:
+        def attend(hidden: torch.Tensor, positions: torch.Tensor, plan: Any, pages: torch.Tensor) -> None:
+            assert len(hidden) == len(positions) == plan.tokens
+            self.calls.append(("attend", layer, len(hidden)))
+            hidden += 0.5
+
+        yield attend
 
     def feed_forward(self, layer: int, hidden: torch.Tensor) -> None:
         self.calls.append(("experts", layer, len(hidden)))
         hidden += 2
 
 
-def plan_of(counts: list[int], before: list[int]) -> StepPlan:
+def plan_of(counts: list[int], before: list[int], resident: int | None = None) -> StepPlan:
     first = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     positions = np.concatenate([np.arange(b, b + c) for b, c in zip(before, counts, strict=True)])
     return StepPlan(
         np.arange(len(counts)), first, np.array(before, np.int32), np.arange(first[-1]), positions,
-        np.ones(len(counts), bool),
+        np.ones(len(counts), bool), len(counts) if resident is None else resident,
     )  # fmt: skip
 
 
 def run(shape: Shape, plan: StepPlan | None, most: int) -> tuple[Recorder, Executor, torch.Tensor]:
     seen = Recorder()
-    executor = Executor(
-        seen, seen, torch.float32, shape=shape, pages=2, page_tokens=4, budget=64, slots=8  # type: ignore[arg-type]
-    )
-    hidden = executor.step(plan, np.zeros((8, 4), np.int32), most)
+    places = KvPlaces(slots=8, page_tokens=4, pages=64)
+    for slot, tokens in enumerate(plan.before + np.diff(plan.first) if plan is not None else ()):
+        assert places.open(slot, Entry(slot, np.zeros(int(tokens), np.int32), int(tokens), int(tokens)), 0)
+    home = torch.zeros(64, LAYERS, 4, 1)
+    kv = KvStream(seen, home, device_pages=None, buffer_pages=0, buffers=0, spill=None)  # type: ignore[arg-type]
+    executor = Executor(seen, seen, kv, places, torch.zeros(64, 4), shape=shape, slots=8)  # type: ignore[arg-type]
+    hidden = executor.step(plan, most)
     return seen, executor, hidden
 
 
