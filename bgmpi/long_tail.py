@@ -9,8 +9,7 @@ A switch costs, and a guess may be wrong, so: the predicted end must be nearer b
 remainders stay; two boundaries must agree; and for one number of stragglers the layout changes a few times at most, so
 nothing flaps, whatever the clocks say (rejected: hysteresis alone, which a noisy machine defeats).
 
-Step times are measured ones.  A group's first prediction splits a lone sequence's step into a part that the group
-shares and a part that it does not, and adds the gathers; once a group has run, its own measured time counts.
+What a step takes under a layout is `StepTimes`'s to say.
 """
 
 from __future__ import annotations
@@ -18,15 +17,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bgmpi.primitives import Ids, Migrate, Partition, Reported
-
-_NEWEST = 0.5
+from bgmpi.primitives import Ids, Migrate, Partition
+from bgmpi.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,75 +87,6 @@ def group_sizes(ranks: int) -> list[int]:
     """Return the sizes of groups that have a communicator: powers of two, and the whole world."""
     sizes = [1 << power for power in range(1, ranks.bit_length()) if 1 << power < ranks]
     return [*sizes, ranks] if ranks > 1 else []
-
-
-# --- measured times -------------------------------------------------------------------------------------------------
-
-
-class StepTimes:
-    """Seconds of a step, measured: by the number of sequences of a rank, and by the size of a group."""
-
-    def __init__(self, rules: TailRules) -> None:
-        self._rules = rules
-        self._alone: dict[int, float] = {}
-        self._sharded: dict[int, float] = {}
-        self._tried: set[int] = set()
-        self._seconds_a_token = 0.0
-
-    @property
-    def seconds_a_token(self) -> float:
-        """Seconds of a rank for one token of one of its sequences; 0 before anything is known."""
-        return self._seconds_a_token
-
-    def note(self, reports: Sequence[Reported], size_led: NDArray[np.int64]) -> None:
-        """Take the decode steps of one round.  size_led: int64 [ranks], the size of the group that each rank led in
-        that round; 0: not a member's round (another rank leads, or the group was made or left in it)."""
-        clean = [one for one in reports if one.steps and one.generated_tokens and not one.prompt_tokens
-                 and not one.wasted_tokens and one.seconds > 0]
-        alone = [(max(1, round(one.generated_tokens / one.steps)), one) for one in clean if size_led[one.rank] == 1]
-        if self._rules.lockstep and alone:
-            alone = [max(alone, key=lambda pair: pair[0])]
-        for count, one in alone:
-            _blend(self._alone, count, one.seconds / one.steps)
-            token = one.seconds / one.generated_tokens
-            old = self._seconds_a_token or token
-            self._seconds_a_token = old + _NEWEST * (token - old)
-        for one in clean:
-            size = int(size_led[one.rank])
-            if size > 1 and size in self._tried:
-                _blend(self._sharded, size, one.seconds / one.steps)
-            if size > 1:
-                self._tried.add(size)
-
-    def alone(self, count: int) -> float | None:
-        """Return the seconds of a step of a rank that has `count` sequences; None when nothing was ever measured."""
-        known = sorted(self._alone.items())
-        if not known:
-            return None
-        if len(known) == 1:
-            (have, seconds), = known
-            return seconds * (0.5 + 0.5 * count / have)
-        if count in self._alone:
-            return self._alone[count]
-        pairs = list(pairwise(known))
-        (low, below), (high, above) = next((pair for pair in pairs if count < pair[1][0]), pairs[-1])
-        slope = max(0.0, (above - below) / (high - low))
-        return max(below + slope * (count - low), 0.25 * below)
-
-    def over(self, size: int) -> float | None:
-        """Return the seconds of a step of one sequence over a group; None when nothing was ever measured."""
-        if size in self._sharded:
-            return self._sharded[size]
-        lone = self.alone(1)
-        if lone is None:
-            return None
-        split = self._rules.split
-        return lone * (1 - split + split / size) + self._rules.gather_seconds * log2(size)
-
-
-def _blend(times: dict[int, float], key: int, seconds: float) -> None:
-    old = times.get(key, seconds)
-    times[key] = old + _NEWEST * (seconds - old)
 
 
 # --- the choice -----------------------------------------------------------------------------------------------------

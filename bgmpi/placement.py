@@ -44,13 +44,19 @@ def place(effort: NDArray[np.float64], need: NDArray[np.int64], room: Room) -> N
     count = min(len(effort), int(room.slots.sum()))
     step = max(len(room.work), -(-count // _SLICES))
     answer = np.full(count, NO_RANK, np.int64)
-    for start in range(0, count, step):
+    start = 0
+    while start < count:
         stop = min(start + step, count)
         ranks = _deal(effort[start:stop], need[start:stop], room)
         answer[start : start + len(ranks)] = ranks
-        if len(ranks) < stop - start:
-            return answer[: start + len(ranks)]
-    return answer
+        start += len(ranks)
+        if start < stop:
+            rank = _last_place(effort[start], need[start], room)
+            if rank is None:
+                break
+            answer[start] = rank
+            start += 1
+    return answer[:start]
 
 
 def _deal(effort: NDArray[np.float64], need: NDArray[np.int64], room: Room) -> NDArray[np.int64]:
@@ -73,6 +79,16 @@ def _deal(effort: NDArray[np.float64], need: NDArray[np.int64], room: Room) -> N
     late &= ranks != NO_RANK
     _take(room, ranks[late], -effort[late], -need[late], sequences=-1)
     return ranks[: left[0]]
+
+
+def _last_place(effort: float, need: int, room: Room) -> int | None:
+    """Place the one that no share was left for -> the emptiest rank that has room for it; None if there is none."""
+    fits = (room.slots > 0) & ((room.pages >= need) | room.idle)
+    if not fits.any():
+        return None
+    rank = int(np.argmin(np.where(fits, room.work, np.inf)))
+    _take(room, np.array([rank]), np.array([effort]), np.array([need]))
+    return rank
 
 
 def _level(

@@ -24,7 +24,7 @@ from bgmpi.balance import Evening, Movable, even_out, uneven_ranks
 from bgmpi.coroutine import State, StateTable
 from bgmpi.drill import Drill
 from bgmpi.errors import InternalError
-from bgmpi.long_tail import LongTail, StepTimes, Tail, TailRules
+from bgmpi.long_tail import LongTail, Tail, TailRules
 from bgmpi.placement import Room, place
 from bgmpi.primitives import (
     NOBODY,
@@ -44,6 +44,7 @@ from bgmpi.primitives import (
     Yield,
 )
 from bgmpi.roster import Roster
+from bgmpi.step_times import StepTimes
 
 _STANDING = (State.ACTIVE, State.YIELDED)
 _SHUN_ROUNDS = 16
@@ -95,7 +96,7 @@ class Scheduler:
         self._reports: list[Reported | None] = [None] * ranks
         #: the round until which nothing is moved to a rank, because a copy to it failed
         self._shunned: NDArray[np.int64] = np.zeros(ranks, np.int64)
-        self._times = StepTimes(rules.tail)
+        self._times = StepTimes(rules.tail.split, rules.tail.gather_seconds, rules.tail.lockstep)
         self._size_led: NDArray[np.int64] = np.ones(ranks, np.int64)
         self._long_tail = LongTail(
             rules.tail,

@@ -79,7 +79,7 @@ def test_a_target_never_gets_more_than_it_can_take(slots: int, pages: int, most:
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(1, 500), st.integers(1, 9)), max_size=60),
     st.lists(st.integers(0, 20), min_size=5, max_size=5), st.lists(st.integers(0, 60), min_size=5, max_size=5),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_moves_even_out_keep_bounds_and_come_to_rest(
     rows: list[tuple[int, int, int, int]], slots: list[int], pages: list[int]
 ) -> None:

@@ -35,6 +35,17 @@ def test_an_illegal_move_changes_nothing_and_tells_the_story() -> None:
     table.check()
 
 
+def test_every_sequence_of_one_call_may_have_a_target_of_its_own() -> None:
+    table = StateTable(3)
+    table.move(np.arange(3), np.array([State.ACTIVE, State.MOVING, State.FAILED]), round_number=4)
+    assert table.state.tolist() == [State.ACTIVE, State.MOVING, State.FAILED]
+    assert table.story(1) == "round 4: waiting -> moving"
+    with pytest.raises(IllegalMove, match="sequence 2: failed -> done is not a legal move; 1 of 2 refused"):
+        table.move(np.array([0, 2]), np.array([State.YIELDED, State.DONE]))
+    assert table.state[0] == State.ACTIVE
+    table.check()
+
+
 def test_story_keeps_the_latest_moves_when_it_overflows() -> None:
     table = StateTable(10, story_moves=4)
     table.move(np.arange(10), State.ACTIVE, round_number=7)

@@ -72,7 +72,7 @@ def test_a_model_that_cannot_be_sharded_is_never_partitioned() -> None:
     st.lists(st.integers(1, 120), min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 6), st.integers(4, 60),
     st.tuples(*[st.integers(0, 4)] * 3), st.integers(0, 1000), st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_all_laws_hold_in_every_round_whatever_is_drilled_fails_or_ends(
     lengths: list[int], ranks: int, slots: int, pages: int, every: tuple[int, int, int], seed: int, needed: bool
 ) -> None:
