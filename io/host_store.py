@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bgmpi.errors import InternalError
+from bgmpi.errors import BgmpiError, InternalError
 from bgmpi.io.windows import GRAIN, Copies, Window
 from bgmpi.world import World
 
@@ -65,7 +65,8 @@ class HostStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None:  # else the world ends all ranks; freeing is collective and would wait for them
+        # Freeing is collective: with an error that not all ranks have, the world ends them, and nobody may wait here.
+        if error is None or (isinstance(error, BgmpiError) and error.agreed):
             self.close()
 
     def layer(self, number: int) -> torch.Tensor:

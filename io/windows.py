@@ -27,7 +27,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bgmpi.errors import InternalError
+from bgmpi.errors import BgmpiError, InternalError
 from bgmpi.world import World
 
 #: Segments are whole pages of the system, so that neighbours touch and files can be read straight into them.
@@ -92,7 +92,8 @@ class Window:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None:  # else the world ends all ranks; freeing is collective and would wait for them
+        # Freeing is collective: with an error that not all ranks have, the world ends them, and nobody may wait here.
+        if error is None or (isinstance(error, BgmpiError) and error.agreed):
             self.close()
 
     def same_node(self, rank: int) -> bool:
@@ -116,7 +117,7 @@ class Window:
         _check_pieces(f"the block of rank {rank}'s node", offsets, size, self.block_bytes(rank))
         _check_pieces("the target", target_offsets, size, len(target))
         requests = []
-        rget, memory = self._raw.Rget, memoryview(target)
+        rget, memory = self._raw.Rget, target.data
         for source, begin, length in zip(*_joined(offsets, target_offsets, size, segment), strict=True):
             owner = int(owners[source // segment])
             requests.append(rget(memory[begin : begin + length], owner, self._skips[owner] + source % segment))
@@ -153,7 +154,9 @@ def _node_block(world: World, raw: Any, size: int) -> NDArray[np.uint8] | None:
         addresses.append(_address(segment))
     if any(address != addresses[0] + i * size for i, address in enumerate(addresses)):
         return None
-    return np.frombuffer((ctypes.c_uint8 * (len(addresses) * size)).from_address(addresses[0]), np.uint8)
+    whole = ctypes.c_uint8 * (len(addresses) * size)
+    block: NDArray[np.uint8] = np.ctypeslib.as_array(whole.from_address(addresses[0]))
+    return block
 
 
 def _ask_for_huge_pages(block: NDArray[np.uint8]) -> None:

@@ -95,3 +95,52 @@ def test_the_first_failing_ranks_error_is_raised_on_every_rank(ranks: int) -> No
 
     ended = launch.python_on_ranks(ranks, body)
     assert sorted(ended.stdout.split("\n")[:-1]) == ["raised on 0", "raised on 1", "raised on 2"]
+
+
+@launch.on_ranks(1, 2, 3, 4)
+def test_groups_are_the_whole_world_and_full_neighbourhoods_of_powers_of_two(ranks: int) -> None:
+    def body() -> None:
+        import numpy as np
+
+        from bgmpi.world import open_world
+
+        with open_world() as world:
+            groups = world.groups()
+            pairs = {(2 * k, 2) for k in range(world.size // 2)} if world.size > 2 else set()
+            mine = {(first, size) for first, size in pairs if first <= world.rank < first + size}
+            assert set(groups) == {(0, world.size)} | mine
+            for (first, size), group in groups.items():
+                assert (group.first, group.size, group.rank) == (first, size, world.rank - first)
+                counts = np.arange(size, dtype=np.int64) * 3
+                send = np.full(3 * group.rank, 10 + group.rank, np.uint8)
+                receive = np.zeros(int(counts.sum()), np.uint8)
+                group.all_gather_bytes(send, counts, receive)
+                assert receive.tolist() == [10 + member for member in range(size) for _ in range(3 * member)]
+                for root in range(size):
+                    buffer = np.full(5, world.rank, np.uint8)
+                    group.broadcast_bytes(buffer, root)
+                    assert buffer.tolist() == [first + root] * 5
+                everyone = group.all_gather_counts(np.array([world.rank, 7], np.int64))
+                assert everyone.tolist() == [[first + member, 7] for member in range(size)]
+
+    launch.python_on_ranks(ranks, body)
+
+
+@launch.on_ranks(1, 3)
+def test_memory_of_a_window_can_be_written_at_once_and_is_freed_by_all(ranks: int) -> None:
+    def body() -> None:
+        import numpy as np
+
+        from bgmpi.world import open_world
+
+        with open_world() as world:
+            assert world.node_of.tolist() == [0] * world.size
+            for _ in range(2):
+                window = world.allocate(8 + world.rank)
+                memory = np.frombuffer(window.tomemory(), np.uint8)
+                assert len(memory) == 8 + world.rank
+                memory[:] = 1
+                window.Unlock_all()
+                window.Free()
+
+    launch.python_on_ranks(ranks, body)
