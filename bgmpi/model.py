@@ -6,8 +6,10 @@ calls them, in which micro-batches and how often, is the executor's affair; the 
 
 A rank holds everything but the routed experts, of which it reads only its own.  Weights that do not fit come from a
 ring (`weight_ring`): the modules that own them are then built over the ring's memory for each use, which copies nothing
-where the form of the weights allows.  Whoever calls must go through the layers in order and use each once a sweep: all
-micro-batches inside one `attention_of`, one `feed_forward`, one `head`.  T tokens, D hidden.
+where the form of the weights allows.  Whoever calls goes through the layers in order and uses each once a sweep (all
+micro-batches inside one `attention_of`, one `feed_forward`, one `head`); else weights are read again.
+
+T tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -191,6 +193,11 @@ class Model:
         return raw.to(self.backend.device, dtype or self.dtype)
 
     # --- a sweep --------------------------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights pass through a ring, so that every module must be used once in each sweep."""
+        return self._ring is not None
 
     def is_collective(self, layer: int) -> bool:
         """Say whether `feed_forward` of this layer exchanges tokens: its layer is sparse."""

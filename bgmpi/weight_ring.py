@@ -61,12 +61,17 @@ class WeightRing:
         return unit in self._streamed
 
     def take(self, unit: Unit) -> UnitWeights:
-        """Wait for the next unit of the sweep and return its matrices by group.  Local.
+        """Wait for a unit and return its matrices by group; they are there until `give`.  Local.
 
-        They are there until `give`.  Raises what reading raised: InputError for files that are cut or hold NaN or Inf.
+        Units that the sweep has before it are passed over: a rank without tokens need not ask for them.  Raises what
+        reading raised: InputError for files that are cut or hold NaN or Inf.
         """
-        if not self._ahead or self._ahead[0][0] != unit:
-            raise InternalError(f"the weight ring was asked for {unit}; {self._next_words()}")
+        if unit not in self._streamed:
+            raise InternalError(f"the weight ring was asked for {unit}, which stays in memory or is another rank's")
+        while self._ahead and self._ahead[0][0] != unit:
+            self._pass_over()
+        if not self._ahead:
+            raise InternalError(f"the weight ring was asked for {unit} while {list(self._taken)} fill it")
         weights = self._ahead[0][1].result()
         self._ahead.popleft()
         self._taken.append(unit)
@@ -98,6 +103,16 @@ class WeightRing:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    def _pass_over(self) -> None:
+        """Drop the next unit; it was read in vain."""
+        unit, reading = self._ahead[0]
+        if self._taken:
+            raise InternalError(f"the weight ring cannot pass over {unit} while {list(self._taken)} are taken")
+        reading.result()
+        self._ahead.popleft()
+        self._taken.append(unit)
+        self.give(unit)
+
     def _read_on(self) -> None:
         """Begin to read as many further units as fit."""
         while len(self._ahead) + len(self._taken) < len(self._order):
@@ -119,9 +134,6 @@ class WeightRing:
             found[group] = self._files.read(names, place[begin : begin + room], allow_nonfinite=not look)
             begin += room
         return found
-
-    def _next_words(self) -> str:
-        return f"{self._ahead[0][0]} is next" if self._ahead else "it has none ahead: one was taken and not given back"
 
     def _log_rate(self) -> None:
         """Tell once, after the first sweep, what reading gave."""

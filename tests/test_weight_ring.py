@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -66,12 +67,26 @@ def test_several_units_may_be_out_and_come_back_in_order(folder):
         ring.give(second)
 
 
-def test_a_unit_out_of_turn_is_a_fault(folder):
+def test_units_that_nobody_asks_for_are_passed_over(folder):
     plan, arch, files = plan_of(folder, 2)
     with WeightRing(arch, plan, LayerFiles(files, torch.float32)) as ring:
-        with pytest.raises(InternalError, match="is next"):
-            ring.take(plan.streamed[1])
-        assert ring.streams(plan.streamed[0])
+        for unit in (*plan.streamed[1::3], plan.streamed[0], *plan.streamed[-2:], plan.streamed[2]):
+            got = ring.take(unit)[unit.groups[0]]
+            assert torch.equal(got, torch.cat([files.tensor(name) for name in unit.names(arch, unit.groups[0])]))
+            ring.give(unit)
+        sweep(ring, plan, arch, files)
+
+
+def test_asking_for_what_does_not_stream_or_passing_over_what_is_out_is_a_fault(folder):
+    plan, arch, files = plan_of(folder, 2)
+    with WeightRing(arch, plan, LayerFiles(files, torch.float32)) as ring:
+        other = dataclasses.replace(plan.streamed[0], layer=99)
+        assert ring.streams(plan.streamed[0]) and not ring.streams(other)
+        with pytest.raises(InternalError, match="stays in memory or is another rank's"):
+            ring.take(other)
+        ring.take(plan.streamed[0])
+        with pytest.raises(InternalError, match="are taken"):
+            ring.take(plan.streamed[2])
 
 
 def test_reading_runs_ahead_until_the_ring_is_full(folder):
