@@ -16,7 +16,6 @@ weight, with half the gathers, because partial sums would then depend on the siz
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
 import torch
 
@@ -220,25 +219,3 @@ class Shard(Model):
         part.gate_up = OwnRows(whole.gate_up, ((first, last), (inner + first, inner + last)))
         part.down = self._join(whole.down, widths(spans))
         return part
-
-
-class Shards:
-    """The shards of one rank, each built at its first use and kept: a tail comes back to the same few groups."""
-
-    def __init__(self, model: Model, groups: Mapping[tuple[int, int], Group]) -> None:
-        """groups: those that this rank is in, by (first rank, size)."""
-        self._model, self._groups = model, groups
-        self._built: dict[tuple[int, int, int], Shard] = {}
-
-    def of(self, first: int, size: int, leader: int) -> Shard:
-        """Return this rank's shard in the group of ranks [first, first + size).  leader: its number in the group.
-        Local."""
-        key = first, size, leader
-        if key not in self._built:
-            if (first, size) not in self._groups:
-                raise InternalError(
-                    f"this rank is in no group of ranks [{first}, {first + size}), only in those with (first, size) "
-                    f"{sorted(self._groups)}; an instruction may name no other"
-                )
-            self._built[key] = Shard(self._model, self._groups[first, size], leader)
-        return self._built[key]

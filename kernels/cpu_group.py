@@ -31,8 +31,8 @@ def byte_counts(widths: tuple[int, ...], bytes_of_column: int) -> NDArray[np.int
 
 def bytes_of(rows: torch.Tensor) -> NDArray[np.uint8]:
     """Return the bytes of a contiguous tensor, in place."""
-    plain: NDArray[np.uint8] = rows.view(-1).view(torch.uint8).numpy()
-    return plain
+    plain: NDArray[np.uint8] = rows.view(torch.uint8).numpy()
+    return plain.reshape(-1)
 
 
 def gather_columns(part: torch.Tensor, group: Group, widths: tuple[int, ...]) -> torch.Tensor:

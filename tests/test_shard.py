@@ -13,7 +13,7 @@ from sharded_forward import compare, on_threads, open_on_rank
 
 from bgmpi.errors import InternalError
 from bgmpi.kernels import cpu_group
-from bgmpi.shard import Shard, Shards
+from bgmpi.shard import Shard
 
 FORMS = {
     "float32": (torch.float32, None), "bfloat16": (torch.bfloat16, None),
@@ -102,17 +102,12 @@ def test_a_model_that_streams_its_weights_is_never_split(made) -> None:
     on_threads(1, body)
 
 
-def test_a_group_has_one_shard_however_often_it_is_asked_for(made) -> None:
+def test_a_shard_is_not_split_again(made) -> None:
     model = open_model(made("llama"))
 
     def body(group) -> None:
-        shards = Shards(model, {(0, 2): group})
-        assert shards.of(0, 2, 1) is shards.of(0, 2, 1)
-        assert shards.of(0, 2, 0) is not shards.of(0, 2, 1)
-        with pytest.raises(InternalError, match=r"in no group of ranks \[0, 4\)"):
-            shards.of(0, 4, 0)
         with pytest.raises(InternalError, match="split the whole model instead"):
-            shards.of(0, 2, 0)._head.rows(0, 1)
+            Shard(model, group, 0)._head.rows(0, 1)
 
     on_threads(2, body)
 
