@@ -125,8 +125,8 @@ class Combine(Struct, frozen=True, tag=True, eq=False):
 
 
 class Migrate(Struct, frozen=True, tag=True, eq=False):
-    """Move these suspended or waiting sequences, with what KV they have, from rank `source` to rank `target`, where they
-    run as room allows.  Every rank gets every Migrate of a round: it is collective over the world."""
+    """Move these suspended or waiting sequences, with what KV they have, from rank `source` to rank `target`, where
+    they run as room allows.  Every rank gets every Migrate of a round: it is collective over the world."""
 
     sequences: Ids
     source: int
