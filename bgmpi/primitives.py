@@ -126,7 +126,8 @@ class Combine(Struct, frozen=True, tag=True, eq=False):
 
 class Migrate(Struct, frozen=True, tag=True, eq=False):
     """Move these suspended or waiting sequences, with what KV they have, from rank `source` to rank `target`, where
-    they run as room allows.  Every rank gets every Migrate of a round: it is collective over the world."""
+    they run as room allows; who could not move runs on at the source, which reports it.  Every rank gets every Migrate
+    of a round: it is collective over the world."""
 
     sequences: Ids
     source: int
