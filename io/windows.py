@@ -12,6 +12,9 @@ between nodes) and 1.4 times slower at 4 KB, but only a request can be asked whe
 of an indexed datatype, 3 times slower between nodes.  Memory is not touched at the start: who computes on a page first
 is its owner, so it comes from the owner's part of the machine, and a job takes what it uses.
 
+No name is left that a second job could meet, nor memory when a job is killed: MPICH was seen to unlink the file behind
+a window as soon as all ranks of the node have it.
+
 Invariant: no byte of another rank's segment is touched outside of what it allocated.
 """
 
