@@ -1,8 +1,8 @@
 """The sequences of a rank that are not active: waiting, yielded, held by order, or about to leave.
 
 A sequence is in one of three places.  The queue refills the active set, strictly oldest first.  The hold keeps those
-that rank 0 ordered to YIELD until it orders to COMBINE or MIGRATE them.  Leaving are those whose copy is under way: they
-are still owned here until the target has acknowledged (design law 3), and go back to the queue if it does not.
+that rank 0 ordered to YIELD until it orders to COMBINE or MIGRATE them.  Leaving are those whose copy is under way:
+they are still owned here until the target has acknowledged (design law 3), and go back to the queue if it does not.
 
 Pure bookkeeping over entries; it knows no pages but the numbers that an entry carries.
 """

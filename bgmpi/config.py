@@ -115,15 +115,15 @@ class Config:
     page_tokens: int = _option(
         "memory", 64, size(), "tokens in a page of KV", aliases=("block_size",))
     host_kv_memory: int | None = _option(
-        "memory", None, size(), "bytes of KV in the node's shared memory, all its ranks together; unset: from free memory "
-        "and the job's limit")
+        "memory", None, size(), "bytes of KV in the node's shared memory, all its ranks together; unset: from free "
+        "memory and the job's limit")
     device_memory: int | None = _option(
         "memory", None, size(), "bytes of KV on a rank's device; unset on a CPU: KV is used in place, in host memory")
     stream_kv: str = _option(
-        "memory", "auto", choice("auto", "on", "off"), "whether sequences whose KV is not on the device compute too, it "
-        "passing through layer by layer; off: they wait")
+        "memory", "auto", choice("auto", "on", "off"), "whether sequences whose KV is not on the device compute too, "
+        "it passing through layer by layer; off: they wait")
     hold_policy: str = _option(
-        "memory", "longest-decoded", choice("longest-decoded", "shortest-decoded"), "who yields first when pages run "
+        "memory", "shortest-decoded", choice("shortest-decoded", "longest-decoded"), "who yields first when pages run "
         "short")
     weight_memory: int | None = _option(
         "memory", None, size(), "bytes for weights, a rank; what does not fit is read anew in every sweep; unset: from "

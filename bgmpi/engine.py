@@ -68,7 +68,10 @@ def run(config: Config) -> Summary:
             head = Head(job, world.size, rules, pool=parts.pool, clock=clock, refuse=tally.take, stack=stack)
         _rounds(world, head, rank, writer)
         together(world, writer.close)
-        return _finish(world, head, tally.counts(rank.executor.model.routed.numpy(force=True)), loaded)
+        if parts.spill is not None:
+            rank.moves.spilled_bytes = parts.spill.writes.bytes
+        counts = tally.counts(rank.executor.model.routed.numpy(force=True), rank.moves)
+        return _finish(world, head, counts, loaded)
 
 
 def _rounds(world: World, head: Head | None, rank: Rank, writer: SegmentWriter) -> None:

@@ -166,7 +166,7 @@ class Executor:
                     while threshold and gathered - combined >= threshold:
                         self.do_combine(hidden, layer, combined, combined + threshold)
                         combined, runs = combined + threshold, runs + 1
-            if gathered > combined:
+            if gathered > combined or (self.model.streams and not self.model.is_collective(layer)):
                 self.do_combine(hidden, layer, combined, gathered)
                 runs += 1
             if self.model.is_collective(layer):

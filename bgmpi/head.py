@@ -146,6 +146,10 @@ class Head:
             sct_p99=percentiles[2],
             expert_tokens_mean=float(routed.mean()) if len(routed) else None,
             expert_tokens_max=float(routed.max()) if len(routed) else None,
+            migrated=counts.moves.migrated,
+            partitioned=counts.moves.partitioned,
+            moved_bytes=counts.moves.moved_bytes,
+            spilled_bytes=counts.moves.spilled_bytes,
             outputs=outputs,
             samples=[(self._reader.shown_prompt(row), text) for row, text in counts.shown],
         )

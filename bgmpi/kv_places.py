@@ -1,9 +1,10 @@
 """Where the KV of a rank's active sequences lies, in up to three pools of pages (design section 5).
 
 Home: pages in the node's host memory; every sequence with KV has its pages there.  Device: where there is a device
-pool, a sequence is resident when all its pages are also on the device, where it computes; without one the home is where
-it computes.  A sequence that is not resident is streamed: layer by layer its pages pass through the device.  Disk: pages
-before the last never change again, so a streamed sequence may have its first pages on disk instead of at home.
+pool, a sequence is resident when all its pages are also on the device, where it computes; without one the home is
+where it computes.  A sequence that is not resident is streamed: layer by layer its pages pass through the device.
+Disk: pages before the last never change again, so a streamed sequence may have its first pages on disk instead of at
+home.
 
 Pure numpy; one row a slot.  It says which pages, never who should move (sequence_manager) or how (executor).  Whoever
 moves bytes allocates first, moves, and only then tells that they moved; until then the old place stays valid.
@@ -94,16 +95,20 @@ class KvPlaces:
                 pool.close(slots)
         self.resident[slots] = False
 
-    def park(self, slot: int) -> tuple[Pages, Pages]:
-        """Take a slot's pages off it and keep them: home pages and disk pages.  A resident sequence of a device must
-        have been demoted before."""
+    def park(self, slot: int, with_kv: int) -> tuple[Pages, Pages]:
+        """Take a slot's pages off it and keep those with KV: home pages and disk pages.  A resident sequence of a device
+        must have been demoted before."""
         if self.device is not None:
             if self.resident[slot]:
                 raise InternalError(f"slot {slot} should leave while its KV is only on the device")
             self.device.close(np.array([slot], np.int64))
         disk = self.disk.park(slot) if self.disk is not None else np.empty(0, np.int32)
         self.resident[slot] = False
-        return self.home.park(slot), disk
+        home, full = self.home.park(slot), self.home.pages_for(with_kv)
+        if self.disk is not None:
+            self.disk.release(disk[full:])
+        self.home.release(home[max(0, full - len(disk)) :])
+        return home[: max(0, full - len(disk))], disk[:full]
 
     def release(self, entry: Entry) -> None:
         """Give back the pages that an entry kept."""
@@ -156,6 +161,16 @@ class KvPlaces:
         for slot in slots.tolist():
             self.home.drop_front(slot, int(self.disk.held[slot] - self.home.base[slot]))
         self.resident[slots] = False
+
+    def begin_recall(self, slot: int, spare: int) -> bool:
+        """Hold home pages for what a slot has on disk; True, or False and no change."""
+        return self.home.put_front(slot, spare)
+
+    def end_recall(self, slots: Slots) -> None:
+        """Tell that what these slots had on disk is at home; their disk pages are given back."""
+        assert self.disk is not None
+        self.disk.close(slots)
+        self.resident[slots] = self.device is None
 
     def spills(self, slots: Slots) -> NDArray[np.bool_]:
         """Say which slots have pages on disk: bool [k]."""

@@ -93,8 +93,8 @@ class Streamed(Protocol):
 class KvStream:
     """Pools, buffers and copies of one rank.
 
-    home [node pages, layers, *page]: the store; device_pages: pages of the private device pool, None to compute at home;
-    buffer_pages: pages of one layer in each of `buffers` buffers, 0 when nothing is ever streamed.
+    home [node pages, layers, *page]: the store; device_pages: pages of the private device pool, None to compute at
+    home; buffer_pages: pages of one layer in each of `buffers` buffers, 0 when nothing is ever streamed.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class KvStream:
         self._coming: list[list[Receipt]] = [[] for _ in self._buffers]
         self._going: list[list[Receipt]] = [[] for _ in self._buffers]
         self._order: list[tuple[int, Passage]] = []
-        self._begun = self._next = 0
+        self._begun = self._next = self._streamed = 0
         self.buffer_pages = buffer_pages
         self.page_bytes = home[0].numel() * home.element_size()
 
@@ -152,6 +152,13 @@ class KvStream:
             assert self._spill is not None
             going.append(self._spill.write(layer, one.back_disk, buffer, one.at_back_disk))
         self._next += 1
+        pages = len(one.home) + len(one.disk) + len(one.back_home) + len(one.back_disk)
+        self._streamed += pages * self.page_bytes // self.layers
+
+    def take_streamed(self) -> int:
+        """Return the bytes that passed through the buffers since the last call."""
+        bytes_, self._streamed = self._streamed, 0
+        return bytes_
 
     def settle(self) -> None:
         """Return when everything that set out has arrived."""
@@ -191,7 +198,18 @@ class KvStream:
         assert self._spill is not None and places.disk is not None
         first = places.home.base[slots].astype(np.int64)
         home, disk = _between(places.home, places.disk, slots, first, places.disk.held[slots].astype(np.int64))
-        receipts = [self._spill.write(layer, disk, self._home[:, layer], home) for layer in range(self.layers)]
+        receipts: list[Receipt] = [self._spill.write(layer, disk, self._home[:, layer], home) for layer in range(self.layers)]
+        _wait(receipts)
+        return len(home) * self.page_bytes
+
+    def recall(self, places: KvPlaces, slots: NDArray[np.int64]) -> int:
+        """Read what the slots have on disk to the home pages that they hold for it -> bytes."""
+        assert self._spill is not None and places.disk is not None
+        first = np.zeros(len(slots), np.int64)
+        home, disk = _between(places.home, places.disk, slots, first, places.disk.held[slots].astype(np.int64))
+        receipts: list[Receipt] = [
+            self._spill.read(layer, disk, self._home[:, layer], home) for layer in range(self.layers)
+        ]
         _wait(receipts)
         return len(home) * self.page_bytes
 
@@ -222,5 +240,6 @@ def _between(
 
 
 def _wait(receipts: list[Receipt]) -> None:
+    """Wait for all of them and forget them."""
     while receipts:
         receipts.pop().wait()

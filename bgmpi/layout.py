@@ -1,8 +1,8 @@
 """What a rank is made of: its device, its weights, its KV pools, and who keeps their books.
 
-Opened in one order on all ranks, because memory and windows are collective: device, weights (all of them, or a ring that
-reads them anew in every sweep), the node's store, the device pool, the disk tier.  Everything that must be closed is
-put on the caller's stack.  It decides no size: `memory_plan` and `weight_plan` do.
+Opened in one order on all ranks, because memory and windows are collective: device, weights (all of them, or a ring
+that reads them anew in every sweep), the node's store, the device pool, the disk tier.  Everything that must be closed
+is put on the caller's stack.  It decides no size: `memory_plan` and `weight_plan` do.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _LOG = logging.getLogger("bgmpi.layout")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a rank is made of.  pool: tokens of the longest sequence that every rank can hold; shardable: whether a group
-    of ranks can compute one sequence together."""
+    """What a rank is made of.  pool: tokens of the longest sequence that every rank can hold; shardable: whether a
+    group of ranks can compute one sequence together."""
 
     manager: SequenceManager
     executor: Executor
@@ -64,8 +64,10 @@ def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
     """Collective over the world: load the weights, lay out memory."""
     config = job.config
     slots = config.max_num_seqs
-    threads = threads_for(world.node_size, config.threads, len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS"))
-    backend = open_backend("cpu" if config.backend == "auto" else config.backend, world if world.size > 1 else None, threads)
+    cores, allowed = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
+    threads = threads_for(world.node_size, config.threads, cores, allowed)
+    name = "cpu" if config.backend == "auto" else config.backend
+    backend = open_backend(name, world if world.size > 1 else None, threads)
     weights = together(world, lambda: _plan_weights(job, world))
     model = together(world, lambda: _model(job, world, backend, weights, stack))
     world.barrier()  # all weights are loaded, else one rank would take for free what another still needs
@@ -112,8 +114,10 @@ def _plan_weights(job: Job, world: World) -> WeightPlan:
     plan = plan_weights(arch, world.rank, world.size, itemsize, budget)
     if plan.streamed and (config.b_moe or not config.yield_points):
         word = f"--b-moe {config.b_moe}" if config.b_moe else "--yield-points off"
-        raise UsageError(f"{word}: weights that do not fit are read once a step for all sequences; leave it out, or raise "
-                         "--weight-memory")
+        raise UsageError(
+            f"{word}: weights that do not fit are read once a step for all sequences; leave it out, or raise "
+            "--weight-memory"
+        )
     return plan
 
 
@@ -124,7 +128,9 @@ def _model(job: Job, world: World, backend: Backend, weights: WeightPlan, stack:
         ring = stack.enter_context(
             WeightRing(job.architecture, weights, files, allow_nonfinite=job.config.allow_nonfinite)
         )
-    return Model(job.architecture, job.files, backend, job.dtype, world.rank, world.size, job.config.allow_nonfinite, ring)
+    return Model(
+        job.architecture, job.files, backend, job.dtype, world.rank, world.size, job.config.allow_nonfinite, ring
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,8 @@ def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
         plan = KvPlan(pages, device.pages, device.stream_pages, buffers, disk_pages)
     elif disk_pages:
         affordable = pages * one_page // BUFFERS_SHARE // (buffers * (one_page // layers))
-        plan = KvPlan(pages, None, max(MIN_BUFFER_PAGES, min(affordable, full * config.max_num_seqs)), buffers, disk_pages)
+        buffer_pages = max(MIN_BUFFER_PAGES, min(affordable, full * config.max_num_seqs))
+        plan = KvPlan(pages, None, buffer_pages, buffers, disk_pages)
     else:
         return KvPlan(pages)
     if not config.yield_points:
@@ -206,7 +213,8 @@ def read_text(path: str) -> str | None:
 
 
 def _tell(job: Job, world: World, threads: int, store: HostStore, plan: KvPlan) -> None:
-    tiers = [f"{store.pages} KV pages of {job.config.page_tokens} tokens a rank ({store.pages * store.page_bytes / 1e9:.2f} GB)"]
+    size = store.pages * store.page_bytes / 1e9
+    tiers = [f"{store.pages} KV pages of {job.config.page_tokens} tokens a rank ({size:.2f} GB)"]
     if plan.device_pages is not None:
         tiers.append(f"{plan.device_pages} of them fit on the device")
     if plan.stream_buffers:

@@ -70,7 +70,9 @@ def parcel_of(entry: Entry, transcript: Transcript) -> Parcel:
 
 def entry_of(parcel: Parcel, pages: Pages) -> Entry:
     """Return the sequence of a parcel, its KV in `pages` of this rank."""
-    return Entry(parcel.sequence, parcel.tokens, parcel.prompt, parcel.most, parcel.with_kv, pages, started=parcel.started)
+    return Entry(
+        parcel.sequence, parcel.tokens, parcel.prompt, parcel.most, parcel.with_kv, pages, started=parcel.started
+    )
 
 
 def migrate(
@@ -89,6 +91,7 @@ def migrate(
             outgoing[order.target] += [
                 parcel_of(entry, live[entry.sequence]) for entry in manager.leave(order.sequences)
             ]
+    store.sync()
     incoming = [decode(data, list[Parcel]) for data in world.exchange([encode(parcels) for parcels in outgoing])]
     taken, arrived, moved = [], [], 0
     for source, parcels in enumerate(incoming):
@@ -114,8 +117,8 @@ def migrate(
 def _receive(
     parcels: list[Parcel], source: int, store: HostStore, manager: SequenceManager
 ) -> tuple[list[tuple[Parcel, Entry, Pages]], int]:
-    """Claim pages for what `source` offers and get its bytes -> the parcels taken, each with its new entry and the pages
-    given for it, and the bytes copied."""
+    """Claim pages for what `source` offers and get its bytes -> the parcels taken, each with its new entry and the
+    pages given for it, and the bytes copied."""
     claimed: list[tuple[Parcel, Pages]] = []
     for parcel in parcels:
         pages = manager.kv.claim(len(parcel.pages), spare=len(manager.active)) if manager.takes(parcel.most) else None

@@ -6,8 +6,8 @@ reserved page can become a held one.  Pages of a sequence that lost its slot but
 them knows their numbers.  Every call either does all of what was asked or nothing (allocate, then commit).
 
 Knows slots, never sequences, tokens' values or devices.  Page numbers are names: a rank's first pool counts from
-`first`, and pools of one node may trade numbers (`trade`), so that KV changes its owner without a copy.  Page tables are
-one array for all slots because every step reads many of them; rejected: a list of pages per sequence.
+`first`, and pools of one node may trade numbers (`trade`), so that KV changes its owner without a copy.  Page tables
+are one array for all slots because every step reads many of them; rejected: a list of pages per sequence.
 """
 
 from __future__ import annotations
@@ -151,6 +151,19 @@ class PagedKV:
             return False
         self._hold(slot, count)
         self._last = f"take(slot {slot}, {count} pages)"
+        return True
+
+    def put_front(self, slot: int, spare: int) -> bool:
+        """Hold all pages before the slot's first one too; True, or False and no change.  spare: pages that must still
+        be free afterwards."""
+        count = int(self.base[slot])
+        if count + spare > self.free:
+            return False
+        behind = self.table[slot, : self.held[slot]].copy()
+        self.held[slot] = self.base[slot] = 0
+        self._hold(slot, count)
+        self._seat(slot, behind)
+        self._last = f"put_front(slot {slot}, {count} pages)"
         return True
 
     # --- pages without a slot -------------------------------------------------------------------------------------

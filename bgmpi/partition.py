@@ -35,8 +35,11 @@ Heads = Callable[[int], slice | None]
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A sequence that this rank computes with others.  leader: its owner's place in the group; since: its tokens with KV
-    when the group began; heads(member): the KV heads that a member keeps, None where all keep everything."""
+    """A sequence that this rank computes with others.
+
+    leader: its owner's place in the group; since: its tokens with KV when the group began; heads(member): the KV heads
+    that a member keeps, None where all keep everything.
+    """
 
     sequence: int
     group: Group
@@ -52,7 +55,8 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What the followers must know of a sequence; pages: its home pages as the leader names them."""
+    """What the followers must know of a sequence; pages: its home pages as the leader names them.  most 0: the leader
+    cannot share it now."""
 
     sequence: int
     tokens: NDArray[np.int32]
@@ -62,6 +66,9 @@ class Position:
     pages: Pages
 
 
+NOWHERE = Position(-1, np.empty(0, np.int32), 0, 0, 0, np.empty(0, np.int32))
+
+
 def shard(order: Partition, group: Group, heads: Heads, store: HostStore, manager: SequenceManager) -> Sharded | None:
     """Collective over the group: share the sequence of `order`, whose KV is at its leader's home.
 
@@ -69,8 +76,12 @@ def shard(order: Partition, group: Group, heads: Heads, store: HostStore, manage
     """
     leader = order.leader - group.first
     leads = group.rank == leader
-    position = _spread(group, leader, _position(manager, order.sequence) if leads else None)
-    fits = _may_lead(order.sequence, manager) if leads else _follow(position, store, order.leader, heads(group.rank), manager)
+    store.sync()
+    may = leads and _may_lead(order.sequence, manager)
+    position = _spread(group, leader, _position(manager, order.sequence) if may else NOWHERE if leads else None)
+    fits = may
+    if not leads and position.most:
+        fits = _follow(position, store, order.leader, heads(group.rank), manager)
     if not group.all_gather_counts(np.array([fits], np.int64)).all():
         _LOG.warning("sequence %d is not sharded: a rank of [%d, %d) has no room for its KV", order.sequence,
                      order.first, order.first + order.size)
@@ -88,19 +99,17 @@ def unshard(sharded: Sharded, store: HostStore, manager: SequenceManager) -> int
     kv = manager.kv
     mine = kv.table[slot, : kv.held[slot]].astype(np.int64)
     everyone = np.empty((group.size, len(mine)), np.int64)
+    store.sync()
     counts = np.full(group.size, mine.nbytes, np.int64)
     group.all_gather_bytes(mine.view(np.uint8), counts, everyone.reshape(-1).view(np.uint8))
     moved = 0
-    if sharded.leads and heads(group.rank) is not None:
+    if sharded.leads:
         first = sharded.since // kv.page_tokens
-        receipts = [
-            store.fetch_heads(group.first + member, everyone[member, first:], mine[first:], heads(member))
-            for member in range(group.size)
-            if member != group.rank
-        ]
-        for receipt in receipts:
-            receipt.wait()
-        moved = len(receipts) * len(mine[first:]) * store.page_bytes // group.size
+        for member in range(group.size):
+            kept = heads(member)
+            if member != group.rank and kept is not None:
+                store.fetch_heads(group.first + member, everyone[member, first:], mine[first:], kept).wait()
+                moved += len(mine[first:]) * store.page_bytes // group.size
     group.all_gather_counts(np.array([1], np.int64))
     return moved
 
@@ -116,9 +125,8 @@ def _position(manager: SequenceManager, sequence: int) -> Position:
     slot = int(manager.slots_of(np.array([sequence], np.int64))[0])
     known, with_kv = int(manager.known[slot]), int(manager.with_kv[slot])
     pages = manager.kv.table[slot, : manager.kv.pages_for(with_kv)].copy()
-    return Position(
-        sequence, manager.tokens[slot, :known].copy(), int(manager.prompt[slot]), int(manager.most[slot]), with_kv, pages
-    )
+    tokens = manager.tokens[slot, :known].copy()
+    return Position(sequence, tokens, int(manager.prompt[slot]), int(manager.most[slot]), with_kv, pages)
 
 
 def _spread(group: Group, leader: int, position: Position | None) -> Position:

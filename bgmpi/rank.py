@@ -32,6 +32,7 @@ from bgmpi.request import Answer, Finish, Request
 from bgmpi.sampling import Drawn, Sampler
 from bgmpi.sequence_manager import Ended, SequenceManager, StepPlan, Way
 from bgmpi.shard import Shard
+from bgmpi.tally import Moves
 from bgmpi.transcript import Transcript, close_transcript, open_transcript
 from bgmpi.world import World
 
@@ -83,6 +84,7 @@ class Rank:
     check: bool = False
     notes: bool = False
     live: dict[int, Transcript] = field(default_factory=dict)
+    moves: Moves = field(default_factory=Moves)
     _sharded: Sharded | None = None
     _shards: dict[tuple[int, int, int], Shard] = field(default_factory=dict)
     _deeds: list[Deed] = field(default_factory=list)
@@ -117,6 +119,8 @@ class Rank:
         begun = self.clock()
         done = migrate(orders, world=self.world, store=self.store, manager=self.manager, live=self.live,
                        tokenizer=self.tokenizer)
+        self.moves.migrated += len(done.arrived)
+        self.moves.moved_bytes += done.bytes
         sent = [order.sequences for order in orders if order.source == self.world.rank]
         if len(done.arrived) or sent:
             self._note("migrate", begun, np.concatenate((done.arrived, *sent)), done.bytes)
@@ -134,6 +138,7 @@ class Rank:
         """Collective over the world when the model has experts.  Make up to `order.steps` steps."""
         self._make_room()
         self._refill()
+        self._recall()
         begun = self.clock()
         for _ in range(order.steps):
             plan = self.manager.plan()
@@ -147,7 +152,7 @@ class Rank:
             if starving:
                 break
         self._tally.seconds += self.clock() - begun
-        self._note("run", begun, NOBODY, 0)
+        self._note("run", begun, NOBODY, self.executor.kv.take_streamed())
 
     def report(self) -> Reported:
         """Return what happened since the last report.  Local."""
@@ -197,6 +202,16 @@ class Rank:
                 self._vacate(slot)
             self._note("spill" if eviction.way is Way.SPILL else "yield", begun, names, moved)
 
+    def _recall(self) -> None:
+        """Let KV come home from the disk where there is room for all of it."""
+        begun, manager, kv = self.clock(), self.manager, self.executor.kv
+        slots = manager.recall()
+        if len(slots):
+            kv.settle()
+            moved = kv.recall(manager.places, slots)
+            manager.recalled(slots)
+            self._note("combine", begun, manager.sequence[slots], moved)
+
     def _bring_home(self, slots: NDArray[np.int64]) -> int:
         """Let all KV of these slots be at home -> bytes copied."""
         manager, kv = self.manager, self.executor.kv
@@ -221,6 +236,7 @@ class Rank:
         self._sharded = shard(order, group, ready.own_heads, self.store, manager)
         if self._sharded is not None:
             self.executor.shard = ready
+            self.moves.partitioned += self._sharded.leads
         elif order.leader == self.world.rank:
             manager.refused(order.sequence)
         self._note("partition", begun, np.array([order.sequence], np.int64), 0)

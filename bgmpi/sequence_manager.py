@@ -11,7 +11,7 @@ pages run short (`evict`, as often as it names somebody), refill and promote.  T
 to yield, and the backlog is opened strictly oldest first, so every sequence advances (law 6).
 
 Who yields where pages run short is the hold policy: the longest decoded (the paper) or the shortest (its released
-code); benchmarks/hold_policy.py compares them.  On a device the yielded KV goes home; at home its full pages go to the
+code, and what benchmarks/hold_policy.py shows to be better by one to five percent where answers differ in length).  On a device the yielded KV goes home; at home its full pages go to the
 disk tier; where there is none the sequence gives its KV up and computes it again, its tokens are kept.
 
 Invariant: one owner of every slot and page, `check` proves it.  Rejected: one object per sequence, because a step then
@@ -98,7 +98,7 @@ class SequenceManager:
     """
 
     def __init__(
-        self, places: KvPlaces, *, slots: int, budget: int, most_tokens: int, hold: Hold = Hold.LONGEST,
+        self, places: KvPlaces, *, slots: int, budget: int, most_tokens: int, hold: Hold = Hold.SHORTEST,
     ) -> None:
         if budget < slots:
             raise InternalError(f"a step of {budget} tokens cannot hold {slots} decoding sequences")
@@ -256,9 +256,7 @@ class SequenceManager:
         if (dry or pressed) and places.disk is not None and (spill := self._choose_spills(max(dry, pressed))):
             return spill
         if dry:
-            while stripped := self.backlog.strip_newest():
-                self._computed_before[stripped.sequence] = stripped.with_kv
-                places.release(stripped)
+            while self._strip():
                 places.grow(slots, self.known[slots])
                 if not self.kv.dry(slots).any():
                     break
@@ -281,7 +279,8 @@ class SequenceManager:
             case Way.GIVE_UP:
                 for slot in slots.tolist():
                     self.backlog.push(*self._lift(slot, keep=False))
-                return slots.tolist()
+                vacated: list[int] = slots.tolist()
+                return vacated
         return []
 
     def refill(self) -> list[tuple[int, Entry]]:
@@ -291,7 +290,9 @@ class SequenceManager:
             order, entry = self.backlog.first()
             slot = self._free_slots[-1]
             if not self.places.open(slot, entry, spare=len(self._active) + len(opened)):
-                break
+                if len(self._active) or opened or not self._strip():
+                    break
+                continue  # nobody would ever make room: what younger ones keep must go
             self.backlog.pop()
             self._free_slots.pop()
             self._place(slot, order, entry)
@@ -302,6 +303,23 @@ class SequenceManager:
             self._active = merged[np.argsort(self.order[merged], kind="stable")]
             self._moved(State.ACTIVE, self.sequence[slots].tolist())
         return opened
+
+    def recall(self) -> NDArray[np.int64]:
+        """Choose sequences whose pages on disk should come home, and hold pages for them: in the tail, when nobody waits
+        and the home has room for what all active ones may still need.
+
+        -> slots int64 [k]; call `recalled` when the bytes are there.
+        """
+        places, slots = self.places, self._active
+        if places.disk is None or self.backlog or not places.spills(slots).any():
+            return slots[:0]
+        ahead = self.kv.limit[slots] - self.kv.base[slots] - self.kv.held[slots] - self.kv.reserved[slots]
+        chosen = [slot for slot in slots[places.spills(slots)].tolist() if places.begin_recall(slot, int(ahead.sum()))]
+        return np.array(chosen, np.int64)
+
+    def recalled(self, slots: NDArray[np.int64]) -> None:
+        """Commit a recall whose bytes have moved."""
+        self.places.end_recall(slots)
 
     def promote(self) -> NDArray[np.int64]:
         """Choose streamed sequences, oldest first, whose KV should come to the device, and hold pages for it.
@@ -431,6 +449,15 @@ class SequenceManager:
         waiting = min(len(self.backlog), len(self._free_slots), _SPILL_FOR)
         return max(0, waiting * (2 + RESERVE) + len(self._active) - self.kv.free) if waiting else 0
 
+    def _strip(self) -> bool:
+        """Let the youngest that waits with KV give it up; False when none has any."""
+        entry = self.backlog.strip_newest()
+        if entry is None:
+            return False
+        self._computed_before[entry.sequence] = entry.with_kv
+        self.places.release(entry)
+        return True
+
     def _choose_spills(self, pages: int) -> Eviction | None:
         """Hold disk pages for the full pages of those that have most at home, until `pages` would become free."""
         full = self.places.can_spill(self._active, self.with_kv[self._active])
@@ -449,7 +476,8 @@ class SequenceManager:
             raise InternalError(f"sequence {self.sequence[self._active[0]]} is alone and has no page left")
         decoded = self.known[candidates] - self.prompt[candidates]
         best = decoded.max() if self._hold is Hold.LONGEST else decoded.min()
-        return candidates[decoded == best][-1:]
+        victim: NDArray[np.int64] = candidates[decoded == best][-1:]
+        return victim
 
     def _place(self, slot: int, order: int, entry: Entry) -> None:
         size = len(entry.tokens)
@@ -475,7 +503,7 @@ class SequenceManager:
         tokens = self.tokens[slot, :known].copy()
         home, disk = NO_PAGES, NO_PAGES
         if keep:
-            home, disk = self.places.park(slot)
+            home, disk = self.places.park(slot, with_kv)
         else:
             self._computed_before[sequence] = with_kv
             self._moved(State.YIELDED, [sequence])

@@ -20,6 +20,16 @@ from bgmpi.request import Answer
 SHOWN_ROWS = 4
 
 
+class Moves(Struct):
+    """What ranks moved: sequences that came from another rank and the bytes copied for them, sequences that were led
+    over a group, and bytes that were written to the disk tier."""
+
+    migrated: int = 0
+    partitioned: int = 0
+    moved_bytes: int = 0
+    spilled_bytes: int = 0
+
+
 class Counts(Struct):
     """Plain counts that cross ranks.  seconds: float64 [sequences], completion time of each good sequence; routed:
     int64 [experts], tokens of this rank that went to each; shown: (row, answer text) of the first rows."""
@@ -30,6 +40,7 @@ class Counts(Struct):
     seconds: NDArray[np.float64]
     routed: NDArray[np.int64]
     shown: list[tuple[int, str]]
+    moves: Moves
 
 
 class Tally:
@@ -56,7 +67,7 @@ class Tally:
         if answer.row < SHOWN_ROWS and answer.sample == 0:
             self._shown.append((answer.row, answer.text))
 
-    def counts(self, routed: NDArray[np.int64]) -> Counts:
+    def counts(self, routed: NDArray[np.int64], moves: Moves) -> Counts:
         """Return what was counted so far."""
         return Counts(
             dict(self._finish),
@@ -65,6 +76,7 @@ class Tally:
             np.array(self._seconds, np.float64),
             routed,
             self._shown,
+            moves,
         )
 
 
@@ -83,4 +95,10 @@ def total(counts: Iterable[Counts]) -> Counts:
         np.concatenate([one.seconds for one in everyone]),
         np.sum([one.routed for one in everyone], axis=0),
         sorted(shown for one in everyone for shown in one.shown),
+        Moves(
+            sum(one.moves.migrated for one in everyone),
+            sum(one.moves.partitioned for one in everyone),
+            sum(one.moves.moved_bytes for one in everyone),
+            sum(one.moves.spilled_bytes for one in everyone),
+        ),
     )

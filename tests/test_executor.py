@@ -26,6 +26,7 @@ class Recorder:
     """Stands for model and backend: notes every call and adds a little to the rows, so that order shows."""
 
     layers = LAYERS
+    streams = False
     arch = SimpleNamespace(hidden=4)
 
     def __init__(self) -> None:

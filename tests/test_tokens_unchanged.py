@@ -3,13 +3,16 @@
 One job mixes greedy and sampled rows, samples, penalties, biases, stop texts and long prompts.  It is run on 1 to 4
 ranks, with micro-batches from one token up, with expert batches smaller and larger than what gathers, with atomic
 passes, with prompts cut into tiny chunks, with so few slots that refills never stop, and with so little KV memory that
-sequences are made to yield and computed again.  The reference is one rank with the default shape.
+sequences are made to yield and computed again.  Then every family is moved: sequences are yielded and combined,
+migrated, and run over groups of ranks, by drill and all at once, with KV in place, on a small device, in host memory,
+on disk, and with weights that pass through a ring.  The reference is one rank with the default shape.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,16 @@ import launch
 import pytest
 from tokenizers_for_tests import make_tokenizer
 
+from bgmpi.architecture import Architecture
+from bgmpi.errors import UsageError
+from bgmpi.families import read_architecture
+from bgmpi.io.model_files import open_model_files
+from bgmpi.trace import read_deeds
+from bgmpi.weight_plan import plan_weights, weight_bytes
+
 FAMILIES = ("mixtral", "deepseek_v3", "llama")
+#: The longest sequence of the job, so that device budgets need not make room for the model's whole context.
+LONGEST = 144
 
 SHAPES: dict[str, list[str]] = {
     "default": [],
@@ -45,18 +57,23 @@ def bodies() -> list[dict[str, Any]]:
         {"temperature": 1.0, "frequency_penalty": 0.4, "stop": ["ab", "e "]},
         {"temperature": 0, "min_tokens": 12, "stop_token_ids": [5, 9, 200]},
     ]
-    return [
+    rows = [
         {"prompt": prompt, "max_tokens": 4 + 7 * (i % 6), "ignore_eos": i % 3 == 0, **extras[i % len(extras)]}
         for i, prompt in enumerate(jobs.prompts(24, longest=60, seed=11))
     ]
+    # Two stragglers, one of them the last alone.
+    straggler = {"prompt": [7, 11, 13], "ignore_eos": True, "temperature": 0.9, "logprobs": 2}
+    return [*rows, {**straggler, "max_tokens": 90, "seed": 5}, {**straggler, "max_tokens": 120, "seed": 6}]
 
 
-def page_bytes(family: str, folder: Path, page_tokens: int) -> int:
+def architecture(folder: Path) -> Architecture:
+    """Return what the model in `folder` is."""
+    return read_architecture(open_model_files(folder).config)
+
+
+def page_bytes(folder: Path, page_tokens: int) -> int:
     """Return the bytes of one float32 page over all layers."""
-    from bgmpi.families import read_architecture
-    from bgmpi.io.model_files import open_model_files
-
-    arch = read_architecture(open_model_files(folder).config)
+    arch = architecture(folder)
     return arch.cached * page_tokens * arch.layers * 4
 
 
@@ -65,13 +82,13 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str
     """The models' folder, the request file, and each family's tokens on one rank with the default shape."""
     root = tmp_path_factory.mktemp("crown")
     requests = jobs.write_requests(root / "requests.jsonl", bodies())
-    for family in FAMILIES:
+    for family in checkpoints.FAMILIES:
         (root / family).mkdir()
         checkpoints.make(family, root / family)
         make_tokenizer(root / family)
-    words = [_words(root, requests, family, root / f"{family}.h5", []) for family in FAMILIES]
+    words = [_words(root, requests, family, root / f"{family}.h5", []) for family in checkpoints.FAMILIES]
     jobs.run_jobs(1, words, root)
-    return root, requests, {family: jobs.tokens_of(root / f"{family}.h5") for family in FAMILIES}
+    return root, requests, {family: jobs.tokens_of(root / f"{family}.h5") for family in checkpoints.FAMILIES}
 
 
 def _words(root: Path, requests: Path, family: str, output: Path, shape: list[str]) -> list[str | Path]:
@@ -80,9 +97,8 @@ def _words(root: Path, requests: Path, family: str, output: Path, shape: list[st
 
 def test_the_job_is_worth_its_name(work: tuple[Path, Path, dict[str, list[list[int]]]]) -> None:
     """Rows end at different lengths and sampled rows differ from greedy ones, else the crown would prove nothing."""
-    for family in FAMILIES:
-        tokens = work[2][family]
-        assert len(tokens) == 24 + 2 * 3
+    for tokens in work[2].values():
+        assert len(tokens) == 26 + 2 * 3
         assert len({len(ids) for ids in tokens}) >= 5
         assert len({tuple(ids) for ids in tokens}) >= 25
 
@@ -108,13 +124,83 @@ def test_tokens_do_not_depend_on_forced_yields(
     root, requests, expected = work
     words = []
     for family in FAMILIES:
-        pool = ["--page-tokens", "4", "--host-kv-memory", str(ranks * 28 * page_bytes(family, root / family, 4))]
+        pool = ["--page-tokens", "4", "--host-kv-memory", str(ranks * 36 * page_bytes(root / family, 4))]
         words.append(_words(root, requests, family, tmp_path / f"{family}.h5", pool))
     ended = jobs.run_jobs(ranks, words, tmp_path)
     for family in FAMILIES:
         assert jobs.tokens_of(tmp_path / f"{family}.h5") == expected[family], f"{family} on {ranks} ranks"
     preempted = [int(count) for count in re.findall(r"(\d+) preempted", ended.stderr)]
     assert max(preempted) > 0, f"the pool was not small enough to make anybody yield: {ended}"
+
+
+def small_tiers(family: str, folder: Path, ranks: int, spill: Path) -> dict[str, list[str]]:
+    """Return the words of each way to keep KV where it does not fit, with what is to be forced there."""
+    page = page_bytes(folder, 4)
+    buffer = -(-LONGEST // 4) * page // architecture(folder).layers
+    everything = "yield=2,migrate=3,partition=1"
+    pages = ["--page-tokens", "4", "--max-model-len", str(LONGEST)]
+    home = ["--host-kv-memory", str(ranks * 48 * page)]
+    return {
+        "in place": [*pages, "--drill", "yield=1,migrate=1,partition=1"],
+        "partition alone": [*pages, "--drill", "partition=1", "--b-attn", "8"],
+        "small device": [*pages, "--drill", everything, "--device-memory", str(2 * buffer + 40 * page)],
+        "small device, others wait": [
+            *pages, "--drill", everything, "--device-memory", str(2 * buffer + 44 * page), "--stream-kv", "off",
+            "--hold-policy", "longest-decoded",
+        ],
+        "disk": [*pages, "--drill", everything, *home, "--kv-spill", str(spill)],
+        "device and disk": [
+            *pages, "--drill", everything, *home, "--kv-spill", str(spill), "--device-memory",
+            str(3 * buffer + 20 * page),
+        ],
+        "weights in a ring": [*pages, "--drill", "yield=2,migrate=2", "--weight-memory", str(ring_budget(folder, ranks))],
+    }
+
+
+def ring_budget(folder: Path, ranks: int) -> int:
+    """Return the least bytes of weights with which every rank can run."""
+    arch = architecture(folder)
+    least = [_least_budget(arch, rank, ranks) for rank in range(ranks)]
+    return max(least)
+
+
+def _least_budget(arch: Architecture, rank: int, ranks: int) -> int:
+    low, high = 1, weight_bytes(arch, rank, ranks, 4)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan_weights(arch, rank, ranks, 4, middle)
+            high = middle
+        except UsageError:
+            low = middle + 1
+    return low
+
+
+@launch.on_ranks(1, 2, 3, 4)
+def test_tokens_do_not_depend_on_where_sequences_and_their_kv_go(
+    work: tuple[Path, Path, dict[str, list[list[int]]]], ranks: int, tmp_path: Path
+) -> None:
+    """All primitives by force x tiers of KV x all families.  The tiers of a family alternate with the ranks, so that
+    all meet all."""
+    root, requests, expected = work
+    cases, words = [], []
+    for place, family in enumerate(checkpoints.FAMILIES):
+        tiers = small_tiers(family, root / family, ranks, tmp_path)
+        chosen = ["in place", *[name for i, name in enumerate(tiers) if i and (i + place + ranks) % 3 == 0]]
+        for name in chosen:
+            output = tmp_path / f"{len(cases)}.h5"
+            cases.append((family, name, output))
+            words.append(_words(root, requests, family, output, [*tiers[name], "--trace", f"{output}.trace"]))
+    jobs.run_jobs(ranks, words, tmp_path, limit=600)
+    done: Counter[str] = Counter()
+    for family, name, output in cases:
+        assert jobs.tokens_of(output) == expected[family], f"{family} on {ranks} ranks, {name}"
+        deeds = Counter(deed.what for deed in read_deeds(f"{output}.trace"))
+        assert deeds["yield"], f"{family} on {ranks} ranks, {name}: nobody was made to yield"
+        if name == "in place" and ranks > 1:
+            assert deeds["migrate"] and deeds["partition"], f"{family} on {ranks} ranks: {deeds}"
+        done += deeds
+    assert {"combine", "spill"} <= done.keys()
 
 
 def test_the_order_of_the_input_changes_no_row(

@@ -14,7 +14,7 @@ from bgmpi.head import Orders
 from bgmpi.primitives import Admit, Moved, Reported, Run, Stop
 from bgmpi.rank import Work
 from bgmpi.request import Request, Sampling
-from bgmpi.tally import Counts
+from bgmpi.tally import Counts, Moves, Moves
 from bgmpi.world import decode, encode
 
 
@@ -41,7 +41,7 @@ def test_reports_and_counts_arrive_as_they_left() -> None:
     got = decode(encode(report), Reported)
     assert [(m.state, m.sequences.tolist()) for m in got.moves] == [(1, [0, 1, 2]), (5, [])]
     assert (got.free_pages, got.seconds) == (4, 0.5)
-    counts = Counts({"stop": 1}, {}, 2, np.array([0.5, np.nan]), np.arange(4), [(0, "x")])
+    counts = Counts({"stop": 1}, {}, 2, np.array([0.5, np.nan]), np.arange(4), [(0, "x")], Moves(1, 2, 3, 4))
     back = decode(encode(counts), Counts)
     np.testing.assert_array_equal(back.seconds, counts.seconds)
     assert back.shown == [(0, "x")]
