@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from bgmpi.dialects import FOREIGN, Foreign, foreign, unknown
 from bgmpi.errors import InputError, UsageError
-from bgmpi.values import Reader, choice, duration, integer, number, size, switch, text, top_k
+from bgmpi.values import Reader, choice, drill, duration, integer, number, size, switch, text, top_k
 
 PREFIX = "BGMPI_"
 
@@ -174,7 +174,7 @@ class Config:
         "watching", None, text, "write every decision here, one JSON object a round")
     check: bool = _option("watching", False, switch, "check all laws in every round")
     drill: str | None = _option(
-        "watching", None, text, "force primitives, to try a machine: yield=K,migrate=K,partition=K, every K-th round")
+        "watching", None, drill, "force primitives, to try a machine: yield=K,migrate=K,partition=K, every K-th round")
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)

@@ -18,7 +18,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -51,8 +52,8 @@ def aligned_buffer(size: int) -> NDArray[np.uint8]:
 
 
 class LayerFiles:
-    """Reads tensors of one model as `dtype`.  bytes_read, seconds: what reading gave and took so far, all threads
-    together; direct: whether any file is read past the page cache."""
+    """Reads tensors of one model as `dtype`.  bytes_read: of files, so far; seconds: during which at least one thread
+    was reading; direct: whether any file is read past the page cache."""
 
     def __init__(self, files: ModelFiles, dtype: torch.dtype, *, direct: bool = True) -> None:
         """direct False: map the files even where the file system would allow reading past the page cache."""
@@ -60,6 +61,7 @@ class LayerFiles:
         self._opened: dict[Path, int | None] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()
+        self._reading, self._since = 0, 0.0
         self.bytes_read = 0
         self.seconds = 0.0
 
@@ -80,7 +82,6 @@ class LayerFiles:
         `place` holds is overwritten.  allow_nonfinite False: look for NaN and Inf.  Raises InputError naming the file
         when it is cut short or unreadable, and the tensor when it has bad numbers.
         """
-        begun = time.perf_counter()
         stored = [self._files.stored(name) for name in names]
         first = stored[0]
         begin = first.offset % BLOCK if first is not None and self._fits(first) else 0
@@ -89,9 +90,6 @@ class LayerFiles:
             look = None if allow_nonfinite else partial(self._files.require_finite, name)
             self._read_one(name, one, place, end, look)
             end += prod(self._files.shape(name)) * self._dtype.itemsize
-        with self._lock:
-            self.bytes_read += end - begin
-            self.seconds += time.perf_counter() - begun
         shape = self._files.shape(names[0])
         return torch.from_numpy(place[begin:end]).view(self._dtype).view(-1, *shape[1:])
 
@@ -116,11 +114,14 @@ class LayerFiles:
         if stored is None or handle is None:
             if stored is not None:
                 _require_whole(stored)
-            self._put(place, at, self._files.tensor(name).reshape(-1), look)
+            tensor = self._files.tensor(name).reshape(-1)
+            with self._timed(tensor.numel() * tensor.element_size()):
+                self._put(place, at, tensor, look)
         elif self._fits(stored) and (stored.offset - at) % BLOCK == 0:
             edge = at % BLOCK
             kept = place[at - edge : at].copy()
-            _fill(handle, stored, place[at - edge :], 0, stored.size)
+            with self._timed(stored.size):
+                _fill(handle, stored, place[at - edge :], 0, stored.size)
             place[at - edge : at] = kept
             if look is not None:
                 look(torch.from_numpy(place[at : at + stored.size]).view(self._dtype))
@@ -137,7 +138,8 @@ class LayerFiles:
         for begin in range(0, stored.size, REQUEST):
             size = min(REQUEST, stored.size - begin)
             edge = (stored.offset + begin) % BLOCK
-            _fill(handle, stored, bounce, begin, size)
+            with self._timed(size):
+                _fill(handle, stored, bounce, begin, size)
             found = bounce[edge : edge + size]
             # A file's numbers need not begin at a multiple of their size.
             aligned = found if stored.offset % stored.dtype.itemsize == 0 else found.copy()
@@ -150,6 +152,22 @@ class LayerFiles:
             look(source)
         target = place[at : at + source.numel() * self._dtype.itemsize]
         torch.from_numpy(target).view(self._dtype).copy_(source)
+
+    @contextmanager
+    def _timed(self, size: int) -> Iterator[None]:
+        """Count `size` bytes, and the time of the block unless another thread is in one too."""
+        with self._lock:
+            if not self._reading:
+                self._since = time.perf_counter()
+            self._reading += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reading -= 1
+                self.bytes_read += size
+                if not self._reading:
+                    self.seconds += time.perf_counter() - self._since
 
     def _open(self, path: Path) -> int | None:
         """Return a handle that reads past the page cache, None where the file system has no such thing."""
