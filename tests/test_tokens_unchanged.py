@@ -176,6 +176,7 @@ def _least_budget(arch: Architecture, rank: int, ranks: int) -> int:
     return low
 
 
+@pytest.mark.timeout(660)
 @launch.on_ranks(1, 2, 3, 4)
 def test_tokens_do_not_depend_on_where_sequences_and_their_kv_go(
     work: tuple[Path, Path, dict[str, list[list[int]]]], ranks: int, tmp_path: Path
@@ -196,7 +197,8 @@ def test_tokens_do_not_depend_on_where_sequences_and_their_kv_go(
     for family, name, output in cases:
         assert jobs.tokens_of(output) == expected[family], f"{family} on {ranks} ranks, {name}"
         deeds = Counter(deed.what for deed in read_deeds(f"{output}.trace"))
-        assert deeds["yield"], f"{family} on {ranks} ranks, {name}: nobody was made to yield"
+        if name != "partition alone":
+            assert deeds["yield"], f"{family} on {ranks} ranks, {name}: nobody was made to yield"
         if name == "in place" and ranks > 1:
             assert deeds["migrate"] and deeds["partition"], f"{family} on {ranks} ranks: {deeds}"
         done += deeds
