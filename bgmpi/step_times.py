@@ -80,8 +80,15 @@ class StepTimes:
 
     def over(self, size: int) -> float | None:
         """Return the seconds of a step of one sequence over a group; None when nothing was ever measured."""
-        if size in self._sharded:
-            return self._sharded[size]
+        measured = self.measured(size)
+        return self.predicted(size) if measured is None else measured
+
+    def measured(self, size: int) -> float | None:
+        """Return what a step over a group really took; None while no group of that size has run twice."""
+        return self._sharded.get(size)
+
+    def predicted(self, size: int) -> float | None:
+        """Return what a step over a group should take by a lone step; None when nothing was ever measured."""
         lone = self.alone(1)
         if lone is None:
             return None
