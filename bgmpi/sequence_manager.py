@@ -531,6 +531,8 @@ class SequenceManager:
             self._moves.append((state, list(sequences)))
 
     def _count_work(self, plan: StepPlan, count: NDArray[np.int32]) -> None:
+        if self._silent:
+            return  # its leader counts
         prompt = np.clip(self.prompt[plan.slots] - plan.before, 0, count)
         self.prompt_tokens += int(prompt.sum())
         self.generated_tokens += int(plan.emits.sum())
