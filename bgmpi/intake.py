@@ -127,8 +127,8 @@ class Intake:
             if need > self._pool:
                 message = (
                     f"the prompt has {len(request.prompt)} tokens and max_tokens is {asked}: {need} tokens of KV are "
-                    f"needed, a rank holds {self._pool}; raise --host-kv-memory (and --device-memory where it is set) or "
-                    f"lower max_tokens"
+                    f"needed, a rank holds {self._pool}; raise --host-kv-memory (and --device-memory where it is set) "
+                    f"or lower max_tokens"
                 )
                 error = RowError("insufficient_kv_memory", message, "max_tokens")
                 return RowRefused(request.row, request.custom_id, request.url, error)

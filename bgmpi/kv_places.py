@@ -96,8 +96,8 @@ class KvPlaces:
         self.resident[slots] = False
 
     def park(self, slot: int, with_kv: int) -> tuple[Pages, Pages]:
-        """Take a slot's pages off it and keep those with KV: home pages and disk pages.  A resident sequence of a device
-        must have been demoted before."""
+        """Take a slot's pages off it and keep those with KV: home pages and disk pages.  A resident sequence of a
+        device must have been demoted before."""
         if self.device is not None:
             if self.resident[slot]:
                 raise InternalError(f"slot {slot} should leave while its KV is only on the device")

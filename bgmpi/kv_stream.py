@@ -198,15 +198,21 @@ class KvStream:
         assert self._spill is not None and places.disk is not None
         first = places.home.base[slots].astype(np.int64)
         home, disk = _between(places.home, places.disk, slots, first, places.disk.held[slots].astype(np.int64))
-        receipts: list[Receipt] = [self._spill.write(layer, disk, self._home[:, layer], home) for layer in range(self.layers)]
+        receipts: list[Receipt] = [
+            self._spill.write(layer, disk, self._home[:, layer], home) for layer in range(self.layers)
+        ]
         _wait(receipts)
         return len(home) * self.page_bytes
 
-    def recall(self, places: KvPlaces, slots: NDArray[np.int64]) -> int:
-        """Read what the slots have on disk to the home pages that they hold for it -> bytes."""
+    def recall(self, places: KvPlaces, slots: NDArray[np.int64], with_kv: NDArray[np.int64]) -> int:
+        """Read what the slots have on disk to the home pages that they hold for it -> bytes.
+
+        Disk pages that wait for tokens without KV hold nothing to read.
+        """
         assert self._spill is not None and places.disk is not None
         first = np.zeros(len(slots), np.int64)
-        home, disk = _between(places.home, places.disk, slots, first, places.disk.held[slots].astype(np.int64))
+        filled = np.minimum(places.disk.held[slots], -(-with_kv // places.page_tokens))
+        home, disk = _between(places.home, places.disk, slots, first, filled)
         receipts: list[Receipt] = [
             self._spill.read(layer, disk, self._home[:, layer], home) for layer in range(self.layers)
         ]

@@ -11,8 +11,9 @@ pages run short (`evict`, as often as it names somebody), refill and promote.  T
 to yield, and the backlog is opened strictly oldest first, so every sequence advances (law 6).
 
 Who yields where pages run short is the hold policy: the longest decoded (the paper) or the shortest (its released
-code, and what benchmarks/hold_policy.py shows to be better by one to five percent where answers differ in length).  On a device the yielded KV goes home; at home its full pages go to the
-disk tier; where there is none the sequence gives its KV up and computes it again, its tokens are kept.
+code, and what benchmarks/hold_policy.py shows to be better by one to five percent where answers differ in length).  On
+a device the yielded KV goes home; at home its full pages go to the disk tier; where there is none the sequence gives
+its KV up and computes it again, its tokens are kept.
 
 Invariant: one owner of every slot and page, `check` proves it.  Rejected: one object per sequence, because a step then
 costs Python time per sequence.
@@ -305,8 +306,8 @@ class SequenceManager:
         return opened
 
     def recall(self) -> NDArray[np.int64]:
-        """Choose sequences whose pages on disk should come home, and hold pages for them: in the tail, when nobody waits
-        and the home has room for what all active ones may still need.
+        """Choose sequences whose pages on disk should come home, and hold pages for them: in the tail, when nobody
+        waits and the home has room for what all active ones may still need.
 
         -> slots int64 [k]; call `recalled` when the bytes are there.
         """
