@@ -142,7 +142,7 @@ WORK_A = Work(
 WORK_B = Work(
     "b",
     LargeShape(hidden=2048, layers=16, heads=16, kv_heads=4, head=128, experts=16, active=2, inner=2560, vocab=32000),
-    Lengths(requests=1024, shortest=64, longest=64, median=32, p95=32, p99_ratio=1.0, most_ratio=1.0),
+    Lengths(requests=704, shortest=64, longest=64, median=32, p95=32, p99_ratio=1.0, most_ratio=1.0),
 )
 SMALL = Work(
     "small",

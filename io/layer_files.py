@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -45,7 +45,8 @@ def aligned_buffer(size: int) -> NDArray[np.uint8]:
     Filling huge pages takes half the time: the kernel pins and maps 512 times fewer of them.
     """
     held = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    held.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a system without them is only slower
+        held.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(held, np.uint8)
     begin = -whole.ctypes.data % _HUGE
     return whole[begin : begin + size]
