@@ -208,7 +208,7 @@ class Rank:
         slots = manager.recall()
         if len(slots):
             kv.settle()
-            moved = kv.recall(manager.places, slots)
+            moved = kv.recall(manager.places, slots, manager.with_kv[slots])
             manager.recalled(slots)
             self._note("combine", begun, manager.sequence[slots], moved)
 
