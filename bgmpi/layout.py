@@ -84,8 +84,8 @@ def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
         device_pages=plan.device_pages, disk_pages=plan.disk_pages, streamed_most=plan.stream_pages,
         stream=config.stream_kv != "off",
     )
-    longest = places.longest()
-    pool = int(world.all_gather_counts(np.array([longest], np.int64)).min()) * config.page_tokens
+    least = world.all_gather_counts(np.array([places.longest(), not weights.streamed], np.int64)).min(axis=0)
+    pool, shardable = int(least[0]) * config.page_tokens, bool(least[1])
     if pool < job.context:
         _LOG.warning("KV memory holds %d tokens of one sequence, less than the context of %d", pool, job.context)
     manager = SequenceManager(
@@ -99,7 +99,7 @@ def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
     executor = Executor(model, backend, kv, places, store.rows, shape=shape, slots=slots)
     sampler = Sampler(slots, job.architecture.vocab, job.tokenizer.size, job.tokenizer.eos_ids, backend.device)
     _tell(job, world, threads, store, plan)
-    return Parts(manager, executor, sampler, store, spill, pool, not weights.streamed)
+    return Parts(manager, executor, sampler, store, spill, pool, shardable)
 
 
 def _plan_weights(job: Job, world: World) -> WeightPlan:
@@ -162,6 +162,10 @@ def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
     )  # fmt: skip
     disk_pages = 0
     if config.kv_spill is not None:
+        if config.stream_kv == "off":
+            raise UsageError(
+                "--stream-kv off: KV on a disk computes only as it passes through; leave --kv-spill out, or let KV stream"
+            )
         disk_pages = min(_disk_pages(config, world, one_page // layers) // layers, full * config.max_num_seqs)
     buffers = DISK_BUFFERS if disk_pages else DEVICE_BUFFERS
     if config.device_memory is not None:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.backlog import Entry
+from bgmpi.errors import BgmpiError
 from bgmpi.group import Group
 from bgmpi.io.host_store import HostStore
 from bgmpi.paged_kv import Pages
@@ -69,22 +70,26 @@ class Position:
 NOWHERE = Position(-1, np.empty(0, np.int32), 0, 0, 0, np.empty(0, np.int32))
 
 
-def shard(order: Partition, group: Group, heads: Heads, store: HostStore, manager: SequenceManager) -> Sharded | None:
+def shard(
+    order: Partition, group: Group, heads: Heads, store: HostStore, manager: SequenceManager, *, willing: bool = True
+) -> Sharded | None:
     """Collective over the group: share the sequence of `order`, whose KV is at its leader's home.
 
-    -> what every member must remember; None on every member when one of them has no room, and nothing has changed.
+    willing: whether this rank would lead it now.  -> what every member must remember; None on every member when the
+    leader cannot share it or another one has no room, and nothing has changed.
     """
     leader = order.leader - group.first
     leads = group.rank == leader
     store.sync()
-    may = leads and _may_lead(order.sequence, manager)
+    may = leads and willing and _may_lead(order.sequence, manager)
     position = _spread(group, leader, _position(manager, order.sequence) if may else NOWHERE if leads else None)
     fits = may
     if not leads and position.most:
         fits = _follow(position, store, order.leader, heads(group.rank), manager)
     if not group.all_gather_counts(np.array([fits], np.int64)).all():
-        _LOG.warning("sequence %d is not sharded: a rank of [%d, %d) has no room for its KV", order.sequence,
-                     order.first, order.first + order.size)
+        why = "a rank has no room for its KV" if position.most else f"rank {order.leader} cannot share it now"
+        _LOG.warning("sequence %d does not run over ranks [%d, %d): %s", order.sequence, order.first,
+                     order.first + order.size, why)
         if not leads and fits:
             manager.forget(order.sequence)
         return None
@@ -149,6 +154,11 @@ def _follow(position: Position, store: HostStore, leader: int, heads: slice | No
         manager.kv.release(pages)
         return False
     theirs, mine = position.pages.astype(np.int64), pages.astype(np.int64)
-    receipt = store.fetch(leader, theirs, mine) if heads is None else store.fetch_heads(leader, theirs, mine, heads)
-    receipt.wait()
+    try:
+        receipt = store.fetch(leader, theirs, mine) if heads is None else store.fetch_heads(leader, theirs, mine, heads)
+        receipt.wait()
+    except BgmpiError as error:
+        _LOG.warning("the KV of sequence %d did not come from rank %d: %s", position.sequence, leader, error)
+        manager.forget(position.sequence)
+        return False
     return True

@@ -231,9 +231,12 @@ class Rank:
             ready = Shard(self.executor.model, group, order.leader - order.first)
             self._shards[order.first, order.size, order.leader] = ready
         manager = self.manager
+        willing = True
         if order.leader == self.world.rank:
-            self._bring_home(manager.slots_of(np.array([order.sequence], np.int64)))
-        self._sharded = shard(order, group, ready.own_heads, self.store, manager)
+            slots = manager.slots_of(np.array([order.sequence], np.int64))
+            self._bring_home(slots)
+            willing = not self._scores(int(slots[0]))
+        self._sharded = shard(order, group, ready.own_heads, self.store, manager, willing=willing)
         if self._sharded is not None:
             self.executor.shard = ready
             self.moves.partitioned += self._sharded.leads
@@ -378,6 +381,12 @@ class Rank:
                 rows = hidden[int(plan.first[index]) + start - before : int(plan.first[index]) + stop - before]
                 targets = manager.tokens[slot, start + 1 : stop + 1]
                 pieces.add(*self.sampler.prompt_logprobs(logits(rows), targets, pieces.width))
+
+    def _scores(self, slot: int) -> bool:
+        """Say whether log-probabilities of prompt tokens are still to come: the leader alone would ask the group's head
+        for them."""
+        pieces = self.live[int(self.manager.sequence[slot])].prompt_logprobs
+        return pieces is not None and pieces.count < int(self.manager.prompt[slot])
 
     def _answer(self, ended: Ended, by_token: set[int]) -> None:
         manager, now = self.manager, self.clock()
