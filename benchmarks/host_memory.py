@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -64,7 +65,7 @@ IDEAL_THEN = 151.0
 QUICK_B = Work(
     "b, quick",
     LargeShape(hidden=1024, layers=6, heads=8, kv_heads=4, head=128, experts=16, active=2, inner=1024, vocab=32000),
-    Lengths(requests=192, shortest=64, longest=64, median=32, p95=32, p99_ratio=1.0, most_ratio=1.0),
+    Lengths(requests=96, shortest=32, longest=32, median=16, p95=16, p99_ratio=1.0, most_ratio=1.0),
 )
 KV_WORK = Work("kv", SMALL.shape, Lengths(requests=96, shortest=128, longest=384, median=96, p95=160, most_ratio=1.5))
 
@@ -219,6 +220,11 @@ def run_in(cgroup: Cgroup, work: Work, folder: Path, threads: int, variant: str,
     return Ran(tok_s, active, seen["disk"], seen["peak"], seen["read"], cgroup.peak_bytes(), seen["seconds"])
 
 
+def _width(tokens: int) -> list[str]:
+    """Return the words for so many tokens a step; no more sequences, or a step would be as wide as they are many."""
+    return ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(tokens)]
+
+
 def weights_beyond_memory(
     work: Work, cap: int, threads: int, spill: str | None, ablate: bool
 ) -> tuple[dict[str, float], list[Limit]]:
@@ -229,11 +235,11 @@ def weights_beyond_memory(
     even = active * most_tokens(work.lengths) // int(work.lengths.answers().max())
     kept = min(int(WEIGHTS_SHARE * cap), multiplied_bytes(work.shape) // 4)
     words = ["--page-tokens", str(PAGE), "--host-kv-memory", str(home), "--weight-memory", str(kept),
-             "--max-num-seqs", "4096", "--max-num-batched-tokens", str(even)]
+             *_width(even)]
     runs = [("weights through a ring", "plain", work, words)]
     if spill is not None:
         more = replace(work, lengths=replace(work.lengths, requests=SPILL_FACTOR * work.lengths.requests))
-        spilling = [*words[:-1], str(SPILL_FACTOR * even), "--kv-spill", spill]
+        spilling = [*words, *_width(SPILL_FACTOR * even), "--kv-spill", spill]
         runs.append(("and KV spilled to disk", "plain", more, spilling))
     if ablate:
         fewer = replace(work, lengths=replace(work.lengths, requests=min(work.lengths.requests, 2 * active)))
@@ -318,8 +324,9 @@ def main() -> None:
         run_inside(asked)
         return
     torch.set_num_threads(asked.threads)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the cgroup is removed
     if asked.work == "b":
-        work, cap = (QUICK_B, CAP // 2) if asked.quick else (WORK_B, CAP)
+        work, cap = (QUICK_B, CAP) if asked.quick else (WORK_B, CAP)
         figures, limits = weights_beyond_memory(work, cap, asked.threads, asked.kv_spill, asked.ablate)
         print_line("host_memory_work_b", figures, [] if asked.quick else limits, quick=asked.quick)
         return
