@@ -1,12 +1,11 @@
-"""Answers: what do PARTITION and MIGRATE bring at a job's end, where a few long answers keep most ranks idle?
+"""Answers: what PARTITION and MIGRATE bring at a job's end, where a few long answers keep most ranks idle.
 
-Physics: once one sequence is left, a step reads all its weights for one token, and reading is all it does.  A group of k
-ranks reads a k-th each of what it can split (attention, dense blocks, head; routed experts are spread over the ranks
+Physics: once one sequence is left, a step reads all its weights for one token, and reading is all it does.  A group of
+k ranks reads a k-th each of what it can split (attention, dense blocks, head; routed experts are spread over the ranks
 anyway), so the step falls to split / k + rest + gathers, where ranks have a core and memory bandwidth each.  With more
 ranks than cores a group adds no bandwidth and every gather waits for a turn on a core: then nothing can be gained, the
 decision must see it, and BCT must be that of the job without groups.  Several stragglers on one rank are another
-matter: a step of four costs little more than one of one, but rounds of a dense model end when the last rank is through,
-so moving three of them away gains what the attention and the experts of a step of four cost more.
+matter: a step of four costs little more than one of one, so moving them apart gains the little.
 
 Jobs: 64 requests whose answers are log-normal about a median and end by a token, so rank 0 knows no length, only equal
 caps; `straggler` has one answer of 20 medians, `uneven` four of 10 that one rank happens to be given.  Models: dense
@@ -206,9 +205,10 @@ def read_lanes(trace: Path, bct: float, ranks: int) -> tuple[list[float], float]
         reports = [event for event in one.events if isinstance(event, Reported)]
         computed = {report.rank for report in reports if report.prompt_tokens + report.generated_tokens}
         for report in reports:
-            if report.rank in computed:
+            grouped = any(report.rank in members for members in groups.values())
+            if report.rank in computed or (report.steps and grouped):
                 busy[report.rank] += report.seconds
-                if not any(report.rank in ranks_of for ranks_of in groups.values()):
+                if not grouped:
                     last[report.rank] = one.seconds
         for said in one.instructions[0]:
             if isinstance(said, Partition):
@@ -229,8 +229,9 @@ def launch(ranks: int, jobs: Sequence[list[str]], folder: Path, limit: float) ->
     plan = folder / "jobs.json"
     plan.write_text(json.dumps(list(jobs)))
     beside = Path(sys.executable).with_name("mpiexec")
-    # With more ranks than cores one that waits in MPI must give its core away at once.
-    environ = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+    environ = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    if ranks > len(os.sched_getaffinity(0)):  # one that waits in MPI must give its core away; else that costs 0.1 ms
+        environ["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
     words = [str(beside if beside.exists() else "mpiexec"), "-n", str(ranks), sys.executable, "-m", "mpi4py", __file__]
     ended = subprocess.run([*words, "--inside", str(plan)], env=environ, capture_output=True, text=True, timeout=limit,
                            check=False)
@@ -276,7 +277,8 @@ def show(work: Work, ranks: int, runs: dict[str, list[Ran]], figures: dict[str, 
     lengths = work.lengths
     print(f"\n{work.name}, {ranks} ranks x 1 thread on {cores} cores: {lengths.requests} requests, "
           f"{int(lengths.answers().sum())} answer tokens, the longest {int(lengths.answers().max())}\n"
-          f"{'variant':>17} {'BCT s':>8} {'/ ' + BASELINE:>16} {'tail from':>10} {'groups':>7} {'moved':>6}  busy a rank")
+          f"{'variant':>17} {'BCT s':>8} {'/ ' + BASELINE:>16} {'tail from':>10} {'groups':>7} {'moved':>6}  "
+          "busy a rank")
     best = {name: min(ran, key=lambda one: one.bct) for name, ran in runs.items()}
     key = f"{work.name.replace(', ', '_').replace(' ', '_')}_{ranks}_ranks"
     for name, one in best.items():

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import numpy as np
 import torch
 
 from bgmpi import log
@@ -28,11 +27,14 @@ from bgmpi.long_tail import TailRules
 from bgmpi.prepare import Job, prepare, together
 from bgmpi.primitives import Admit, Combine, Migrate, Partition, Reported, Run, Stop, Yield
 from bgmpi.rank import Rank
+from bgmpi.rehearsal import rehearse
 from bgmpi.report import Summary
 from bgmpi.scheduler import Rules
 from bgmpi.tally import Counts, Tally, total
 from bgmpi.world import World, decode, open_world
 
+#: What a switch to groups takes beside making the shards: a round or two, and copying KV.
+_SWITCH_SECONDS = 0.02
 _LOG = logging.getLogger("bgmpi.engine")
 
 
@@ -60,11 +62,11 @@ def run(config: Config) -> Summary:
             world, groups, parts.store, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take,
             config.check, notes=config.trace is not None,
         )
-        gather_seconds = _gather_seconds(world, groups)
+        tail = _tail_rules(config, world, groups, parts)
         loaded = clock()
         head = None
         if world.rank == 0:
-            rules = _rules(job, world, parts, gather_seconds)
+            rules = _rules(job, world, parts, tail)
             head = Head(job, world.size, rules, pool=parts.pool, clock=clock, refuse=tally.take, stack=stack)
         _rounds(world, head, rank, writer)
         together(world, writer.close)
@@ -159,10 +161,9 @@ def _open_writer(job: Job, world: World, clock: Callable[[], float]) -> SegmentW
     )
 
 
-def _rules(job: Job, world: World, parts: Parts, gather_seconds: float) -> Rules:
+def _rules(job: Job, world: World, parts: Parts, tail: TailRules) -> Rules:
     """Return the scheduler's constants for this job and machine."""
     config, several = job.config, world.size > 1
-    gathers = 4 * parts.executor.model.layers + 1
     return Rules(
         round_steps=config.page_tokens,
         page_tokens=config.page_tokens,
@@ -170,17 +171,16 @@ def _rules(job: Job, world: World, parts: Parts, gather_seconds: float) -> Rules
         partition=config.partition and several,
         shardable=parts.shardable,
         evening=Evening(page_bytes=parts.store.page_bytes, nodes=tuple(world.node_of.tolist())),
-        tail=TailRules(gather_seconds=gathers * gather_seconds, lockstep=parts.executor.lockstep),
+        tail=tail,
     )
 
 
-def _gather_seconds(world: World, groups: dict[tuple[int, int], Group]) -> float:
-    """Collective over the world: return what one small gather over all ranks takes, the least of a few."""
-    group = groups[0, world.size]
-    seconds = []
-    for _ in range(8):
-        world.barrier()
-        begun = time.perf_counter()
-        group.all_gather_counts(np.zeros(1, np.int64))
-        seconds.append(time.perf_counter() - begun)
-    return min(seconds)
+def _tail_rules(config: Config, world: World, groups: dict[tuple[int, int], Group], parts: Parts) -> TailRules:
+    """Collective over the world: return the constants of the tail, rehearsed where a group may be formed."""
+    lockstep = parts.executor.lockstep
+    if world.size == 1 or not config.partition or not parts.shardable:
+        return TailRules(lockstep=lockstep)
+    tried = rehearse(world, groups, parts.executor.model, config.page_tokens)
+    for size, share in tried.shares.items():
+        _LOG.info("one sequence over %d ranks: a step should take %.2f of a lone one", size, share)
+    return TailRules(shares=tried.shares, switch_seconds=tried.shard_seconds + _SWITCH_SECONDS, lockstep=lockstep)

@@ -15,8 +15,8 @@ What a step takes under a layout is `StepTimes`'s to say.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,8 @@ class TailRules:
     steps while a decision is near; margin: share of the time left that must be saved; least_remaining: tokens that a
     straggler must still have to run over a group; changes: layouts for one number of stragglers; patience: boundaries
     that a switch may take.
-    split: share of a lone sequence's step that a group divides; gather_seconds: all gathers of one step over two ranks;
-    switch_seconds: what a switch costs; lockstep: all ranks make their steps together (sparse models).
+    shares: what a step over a group of that size should take, as a share of a lone one; a size that is not named is not
+    used; switch_seconds: what a switch costs; lockstep: all ranks make their steps together (sparse models).
     """
 
     few: int = 8
@@ -43,8 +43,7 @@ class TailRules:
     least_remaining: int = 64
     changes: int = 3
     patience: int = 8
-    split: float = 0.9
-    gather_seconds: float = 0.0005
+    shares: Mapping[int, float] = field(default_factory=dict)
     switch_seconds: float = 0.05
     lockstep: bool = False
 

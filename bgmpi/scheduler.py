@@ -96,7 +96,7 @@ class Scheduler:
         self._reports: list[Reported | None] = [None] * ranks
         #: the round until which nothing is moved to a rank, because a copy to it failed
         self._shunned: NDArray[np.int64] = np.zeros(ranks, np.int64)
-        self._times = StepTimes(rules.tail.split, rules.tail.gather_seconds, rules.tail.lockstep)
+        self._times = StepTimes(rules.tail.shares, rules.tail.lockstep)
         self._size_led: NDArray[np.int64] = np.ones(ranks, np.int64)
         self._long_tail = LongTail(
             rules.tail,

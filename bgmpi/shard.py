@@ -16,6 +16,7 @@ weight, with half the gathers, because partial sums would then depend on the siz
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 
 import torch
 
@@ -132,10 +133,11 @@ class Shard(Model):
     `feed_forward` of a sparse layer over all ranks as well; results are whole and equal on every member.
     """
 
-    def __init__(self, model: Model, group: Group, leader: int) -> None:
+    def __init__(self, model: Model, group: Group, leader: int, layers: Collection[int] | None = None) -> None:
         """Take views of the model's weights, in milliseconds where these are plain rows.  Local.
 
-        leader: the member that owns the sequences and alone brings tokens to the routed experts.
+        leader: the member that owns the sequences and alone brings tokens to the routed experts; layers: those that are
+        split, None for all, if no other is ever asked for.
         """
         self.__dict__.update(model.__dict__)
         if self._ring is not None:
@@ -147,8 +149,10 @@ class Shard(Model):
         self._shares = heads_of(self.arch, group.size)
         assert not isinstance(self._head, Streamed), "only a ring streams"
         self._head = self._split_rows(self._head, self.arch.vocab)
-        self._attention = [self._split_attention(attention) for attention in self._attention]
-        self._feed = [self._split_feed(feed) for feed in self._feed]
+        self._attention, self._feed = attention, feed = [*self._attention], [*self._feed]
+        for layer in range(self.layers) if layers is None else layers:
+            attention[layer] = self._split_attention(attention[layer])
+            feed[layer] = self._split_feed(feed[layer])
 
     def own_heads(self, member: int) -> slice | None:
         """Return the key-value heads whose part of every page a member keeps; None: all of every page.  Local."""

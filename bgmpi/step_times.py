@@ -4,15 +4,14 @@ Decode steps only: a round with prompt tokens, or with tokens computed again, sa
 figure is an average in which the newest round counts half.  For a number of sequences that no rank has had, the line
 through its neighbours is taken; a single neighbour's time is taken to be half fixed and half its sequences'.
 
-A group's first prediction splits a lone sequence's step into a part that the group shares and one that it does not, and
-adds the gathers; once a group has run, its own time counts, but for its first round, which warms up.
+A group's first prediction is a lone step times the share that a rehearsal found; once a group has run, its own time
+counts, but for its first round, which warms up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +24,12 @@ _NEWEST = 0.5
 class StepTimes:
     """Seconds of a step: by the number of sequences of a rank, and by the size of the group of one sequence.
 
-    split: share of a lone sequence's step that a group divides; gather_seconds: all gathers of one step over two ranks;
-    lockstep: all ranks make their steps together, so only the fullest one's time means anything.
+    shares: what a step over a group of that size should take, as a share of a lone one; lockstep: all ranks make their
+    steps together, so only the fullest one's time means anything.
     """
 
-    def __init__(self, split: float, gather_seconds: float, lockstep: bool) -> None:
-        self._split = split
-        self._gather_seconds = gather_seconds
+    def __init__(self, shares: Mapping[int, float], lockstep: bool) -> None:
+        self._shares = shares
         self._lockstep = lockstep
         self._alone: dict[int, float] = {}
         self._sharded: dict[int, float] = {}
@@ -88,11 +86,10 @@ class StepTimes:
         return self._sharded.get(size)
 
     def predicted(self, size: int) -> float | None:
-        """Return what a step over a group should take by a lone step; None when nothing was ever measured."""
-        lone = self.alone(1)
-        if lone is None:
-            return None
-        return lone * (1 - self._split + self._split / size) + self._gather_seconds * log2(size)
+        """Return what a step over a group should take; None for a size that was never rehearsed, and before anything
+        was measured."""
+        lone, share = self.alone(1), self._shares.get(size)
+        return None if lone is None or share is None else lone * share
 
 
 def _blend(times: dict[int, float], key: int, seconds: float) -> None:

@@ -15,11 +15,11 @@ from bgmpi.primitives import Migrate, Partition, Reported
 from bgmpi.scheduler import Rules, Scheduler
 from bgmpi.step_times import StepTimes
 
-RULES = TailRules(gather_seconds=0.0001, switch_seconds=0.01)
+RULES = TailRules(shares={2: 0.56, 3: 0.42, 4: 0.36, 8: 0.3}, switch_seconds=0.01)
 
 
 def measured(alone: dict[int, float], sharded: dict[int, float] | None = None, rules: TailRules = RULES) -> StepTimes:
-    times = StepTimes(rules.split, rules.gather_seconds, rules.lockstep)
+    times = StepTimes(rules.shares, rules.lockstep)
     for size, each in ((1, alone), *((size, {1: value}) for size, value in (sharded or {}).items())):
         for count, seconds in each.items():
             one = Reported(0, (), 9, 9, 9, 0, steps=10, generated_tokens=10 * count, seconds=10 * seconds)
@@ -67,12 +67,12 @@ def test_a_short_remainder_stays_alone() -> None:
 
 
 def test_a_straggler_stays_alone_where_gathers_cost_more_than_the_split_saves() -> None:
-    dear = TailRules(gather_seconds=0.02)
+    dear = TailRules(shares={2: 1.5, 4: 2.1})
     assert chosen(tail([1], [5000], 4), measured({1: 0.02}, rules=dear), dear) == [(1, 1)]
 
 
 def test_nothing_is_decided_before_anything_was_measured() -> None:
-    assert chosen(tail([0, 0], [500, 500], 4), StepTimes(0.9, 0.0, False)) == [(0, 1), (0, 1)]
+    assert chosen(tail([0, 0], [500, 500], 4), StepTimes(RULES.shares, False)) == [(0, 1), (0, 1)]
 
 
 def test_what_a_group_really_took_counts_more_than_what_was_predicted() -> None:
@@ -137,8 +137,8 @@ def test_two_boundaries_must_agree() -> None:
 def test_it_never_flaps_whatever_the_clocks_say(remaining: list[int], ranks: int, seed: int, lockstep: bool) -> None:
     """Every switch is carried out; times jump by a factor of a thousand; nobody ends."""
     source = random.Random(seed)
-    rules = TailRules(lockstep=lockstep)
-    decisions, times = LongTail(rules, may_move=True, may_shard=True), StepTimes(0.9, 0.0005, lockstep)
+    rules = TailRules(shares=RULES.shares, lockstep=lockstep)
+    decisions, times = LongTail(rules, may_move=True, may_shard=True), StepTimes(rules.shares, lockstep)
     owner = [source.randrange(ranks) for _ in remaining]
     groups: dict[int, tuple[int, int]] = {}
     switches, begun = 0, False
@@ -191,7 +191,7 @@ def test_groups_grow_as_the_tail_shrinks() -> None:
     toy = Toy(lengths, 4, slots=16, pages=400)
     sizes = []
     live(
-        Scheduler(len(lengths), 4, Rules(64, 64, migrate=True, partition=True)), toy, [800] * len(lengths),
+        Scheduler(len(lengths), 4, Rules(64, 64, migrate=True, partition=True, tail=RULES)), toy, [800] * len(lengths),
         watch=lambda events, said: sizes.extend(o.size for o in said[0] if isinstance(o, Partition)),
     )
     assert sorted(sizes) == [1, 2, 2, 4] and sizes[-2:] == [1, 4]

@@ -16,6 +16,7 @@ from ranks_for_tests import Toy, dice, live
 from bgmpi.coroutine import State
 from bgmpi.drill import Drill
 from bgmpi.errors import InternalError
+from bgmpi.long_tail import TailRules
 from bgmpi.primitives import (
     Admit,
     Arrived,
@@ -32,7 +33,7 @@ from bgmpi.primitives import (
 from bgmpi.scheduler import Rules, Scheduler
 from bgmpi.trace import TraceWriter, read_trace
 
-RULES = Rules(round_steps=64, page_tokens=64)
+RULES = Rules(round_steps=64, page_tokens=64, tail=TailRules(shares={2: 0.6, 4: 0.4}))
 
 
 def ids(*names: int) -> np.ndarray:

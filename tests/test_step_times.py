@@ -14,7 +14,7 @@ def report(count: int, seconds: float, rank: int = 0, **facts: int) -> Reported:
 
 
 def noted(*reports: Reported, sizes: tuple[int, ...] = (1, 1), lockstep: bool = False) -> StepTimes:
-    times = StepTimes(0.8, 0.001, lockstep)
+    times = StepTimes({2: 0.61, 4: 0.42}, lockstep)
     for one in reports:
         times.note([one], np.array(sizes))
     return times
@@ -40,12 +40,13 @@ def test_between_and_beyond_what_was_measured_lies_a_line_that_never_falls() -> 
 
 def test_a_group_is_predicted_from_a_lone_step_until_it_has_run_twice() -> None:
     times = noted(report(1, 0.1))
-    assert times.over(2) == pytest.approx(0.1 * (0.2 + 0.4) + 0.001)
-    assert times.over(4) == pytest.approx(0.1 * (0.2 + 0.2) + 0.002)
+    assert times.over(2) == pytest.approx(0.061) and times.over(4) == pytest.approx(0.042)
+    assert times.over(8) is None and times.measured(2) is None
     times.note([report(1, 9.0)], np.array([2, 0]))
     assert times.over(2) == pytest.approx(0.061)
     times.note([report(1, 0.05)], np.array([2, 0]))
-    assert times.over(2) == pytest.approx(0.05) and times.alone(1) == pytest.approx(0.1)
+    assert times.over(2) == pytest.approx(0.05) == times.measured(2) and times.alone(1) == pytest.approx(0.1)
+    assert times.predicted(2) == pytest.approx(0.061)
 
 
 def test_who_only_follows_in_a_group_says_nothing() -> None:
@@ -53,6 +54,6 @@ def test_who_only_follows_in_a_group_says_nothing() -> None:
 
 
 def test_in_lockstep_only_the_fullest_rank_counts() -> None:
-    times = StepTimes(0.8, 0.001, lockstep=True)
+    times = StepTimes({}, lockstep=True)
     times.note([report(1, 0.4), report(8, 0.4, rank=1)], np.array([1, 1]))
     assert times.alone(8) == pytest.approx(0.4) and times.alone(1) == pytest.approx(0.4 * (0.5 + 0.5 / 8))
