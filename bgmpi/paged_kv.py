@@ -113,6 +113,11 @@ class PagedKV:
         lacking: NDArray[np.int64] = slots[given < want]
         return lacking
 
+    def growing(self, slots: NDArray[np.int64]) -> int:
+        """Return how many of the slots may need more pages than they hold and have reserved."""
+        ends = self.base[slots] + self.held[slots] + self.reserved[slots]
+        return int((ends < self.limit[slots]).sum())
+
     def dry(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Say which slots have no page reserved though their sequence may need one: bool [k]."""
         dry: NDArray[np.bool_] = (self.reserved[slots] == 0) & (

@@ -287,10 +287,11 @@ class SequenceManager:
     def refill(self) -> list[tuple[int, Entry]]:
         """Open backlog sequences, oldest first, while slots and pages last -> the (slot, entry) that became active."""
         opened: list[tuple[int, Entry]] = []
+        spare = self.kv.growing(self._active)
         while self.backlog and self._free_slots:
             order, entry = self.backlog.first()
             slot = self._free_slots[-1]
-            if not self.places.open(slot, entry, spare=len(self._active) + len(opened)):
+            if not self.places.open(slot, entry, spare):
                 if len(self._active) or opened or not self._strip():
                     break
                 continue  # nobody would ever make room: what younger ones keep must go
@@ -298,6 +299,7 @@ class SequenceManager:
             self._free_slots.pop()
             self._place(slot, order, entry)
             opened.append((slot, entry))
+            spare += self.kv.growing(np.array([slot]))
         if opened:
             slots = np.array([slot for slot, _ in opened], np.int64)
             merged = np.concatenate((self._active, slots))
@@ -333,10 +335,11 @@ class SequenceManager:
             return slots[:0]
         ready = slots[~self.places.resident[slots] & ~self.places.spills(slots)]
         ready = ready[(self.known[ready] - self.with_kv[ready] == 1) & (device.held[ready] == 0)]
-        spare = int(self.places.resident[slots].sum())
+        spare = device.growing(slots[self.places.resident[slots]])
         for slot in ready.tolist():
-            if not self.places.begin_promotion(slot, int(self.known[slot]), int(self.most[slot]), spare + len(chosen)):
+            if not self.places.begin_promotion(slot, int(self.known[slot]), int(self.most[slot]), spare):
                 break
+            spare += device.growing(np.array([slot]))
             chosen.append(slot)
         return np.array(chosen, np.int64)
 
