@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from bgmpi import log
 from bgmpi.balance import Evening
 from bgmpi.config import Config
-from bgmpi.errors import UsageError
+from bgmpi.errors import OutOfMemory, UsageError
 from bgmpi.group import Group
 from bgmpi.head import Head, Orders
 from bgmpi.io.publish import remove_parts
@@ -45,7 +45,7 @@ def run(config: Config) -> Summary:
     Source: design sections 3 and 7.
     """
     begun = time.perf_counter()
-    with ExitStack() as stack:
+    with ExitStack() as stack, _out_of_memory_is_told(config):
         stack.enter_context(torch.inference_mode())
         world = stack.enter_context(open_world(allow_mismatch=config.allow_rank_mismatch))
         log.configure(world.rank, world.host, config.log_level)
@@ -117,6 +117,21 @@ def _finish(world: World, head: Head | None, counts: Counts, loaded: float) -> S
         return head.summarise(total(decode(one, Counts) for one in everyone), head.publish(), loaded)
 
     return world.broadcast(together(world, publish), Summary)
+
+
+@contextmanager
+def _out_of_memory_is_told(config: Config) -> Iterator[None]:
+    """Raise OutOfMemory for whatever libraries say when there is no more: torch's is a RuntimeError like any other."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise OutOfMemory(
+            f"out of memory ({str(error).splitlines()[0] if str(error) else 'no detail'}); finished rows are safe in "
+            f"{parts_folder(config.output_file)}; lower --host-kv-memory, --weight-memory or --max-num-batched-tokens, "
+            "or start fewer ranks a node"
+        ) from error
 
 
 def _check_ranks(config: Config, world: World) -> None:

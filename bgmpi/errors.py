@@ -63,6 +63,12 @@ class WriteError(BgmpiError):
     exit_code = ExitCode.WRITE
 
 
+class OutOfMemory(BgmpiError):
+    """The machine has no more memory.  Fatal for the job: what was written stays, nothing is tried again in place."""
+
+    exit_code = ExitCode.UNEXPECTED
+
+
 class StoppedError(BgmpiError):
     """A signal or the wall time stopped the job; its state is saved, run again to go on."""
 

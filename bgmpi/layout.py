@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bgmpi.config import Config
-from bgmpi.errors import UsageError
+from bgmpi.errors import UsageError, WriteError
 from bgmpi.executor import Executor, Shape
 from bgmpi.io.host_store import HostStore
 from bgmpi.io.kv_spill import KvSpill
@@ -166,7 +166,9 @@ def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
             raise UsageError(
                 "--stream-kv off: KV on a disk computes only as it passes through; leave --kv-spill out, or let KV stream"
             )
-        disk_pages = min(_disk_pages(config, world, one_page // layers) // layers, full * config.max_num_seqs)
+        disk_pages = min(_disk_pages(config, world, layers, one_page // layers), full * config.max_num_seqs)
+    elif config.kv_spill_bytes is not None:
+        raise UsageError(f"--kv-spill-bytes {config.kv_spill_bytes:,}: --kv-spill DIR must name the folder")
     buffers = DISK_BUFFERS if disk_pages else DEVICE_BUFFERS
     if config.device_memory is not None:
         device = device_pages(
@@ -186,11 +188,26 @@ def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
     return plan
 
 
-def _disk_pages(config: Config, world: World, layer_page: int) -> int:
-    """Return how many pages of one layer the disk tier of this rank has."""
-    free = free_bytes(config.kv_spill or "")
-    asked = config.kv_spill_bytes if config.kv_spill_bytes is not None else free // 2 // world.node_size
-    return asked // cell_bytes(layer_page)
+def _disk_pages(config: Config, world: World, layers: int, layer_page: int) -> int:
+    """Return how many pages the disk tier of this rank has; raises UsageError or WriteError where it has none."""
+    free, one_page = free_bytes(config.kv_spill or ""), layers * cell_bytes(layer_page)
+    if config.kv_spill_bytes is None:
+        share = free // 2 // world.node_size
+        if share < one_page:
+            raise WriteError(
+                f"--kv-spill {config.kv_spill}: {free:,} bytes are free there, half of them over {world.node_size} "
+                f"ranks is {share:,}, and a page of KV needs {one_page:,}; free space, or name another folder"
+            )
+        return share // one_page
+    if config.kv_spill_bytes < one_page:
+        raise UsageError(
+            f"--kv-spill-bytes {config.kv_spill_bytes:,}: a page of KV needs {one_page:,} bytes on disk; raise it, or "
+            "lower --page-tokens"
+        )
+    if config.kv_spill_bytes * world.node_size > free:
+        _LOG.warning("--kv-spill %s has %d bytes free: less than --kv-spill-bytes of %d ranks", config.kv_spill, free,
+                     world.node_size)
+    return config.kv_spill_bytes // one_page
 
 
 def _open_spill(config: Config, world: World, plan: KvPlan, store: HostStore, stack: ExitStack) -> KvSpill | None:
