@@ -121,7 +121,8 @@ def _receive(
     pages given for it, and the bytes copied."""
     claimed: list[tuple[Parcel, Pages]] = []
     for parcel in parcels:
-        pages = manager.kv.claim(len(parcel.pages), spare=manager.kv.growing(manager.active)) if manager.takes(parcel.most) else None
+        spare = manager.kv.growing(manager.active)
+        pages = manager.kv.claim(len(parcel.pages), spare) if manager.takes(parcel.most) else None
         if pages is not None:
             claimed.append((parcel, pages))
     if not claimed:

@@ -117,6 +117,8 @@ class Rank:
     def migrate(self, orders: list[Migrate]) -> None:
         """Collective over the world: carry out the round's migrations."""
         begun = self.clock()
+        # A page that an ended sequence left may still be written to: not once it has another owner.
+        self.executor.kv.settle()
         done = migrate(orders, world=self.world, store=self.store, manager=self.manager, live=self.live,
                        tokenizer=self.tokenizer)
         self.moves.migrated += len(done.arrived)
@@ -127,6 +129,7 @@ class Rank:
 
     def partition(self, orders: list[Partition]) -> None:
         """Collective over the world: end and begin groups, each order collective over its group."""
+        self.executor.kv.settle()
         for order in orders:
             if order.size == 1:
                 if self._sharded is not None and self._sharded.sequence == order.sequence:

@@ -66,7 +66,8 @@ class Mover:
         """Take a sequence with a made-up prompt into the backlog."""
         tokens = np.arange(sequence, sequence + prompt, dtype=np.int32) % 400
         if self.tokenizer is not None:
-            request = Request(sequence, f"r{sequence}", "/v1/completions", tokens, 1, sampling or Sampling(seed=sequence))
+            asks = sampling or Sampling(seed=sequence)
+            request = Request(sequence, f"r{sequence}", "/v1/completions", tokens, 1, asks)
             self.live[sequence] = open_transcript(request, 0, 0.25, self.tokenizer)
         self.manager.admit([Entry(sequence, tokens, prompt, most)])
 

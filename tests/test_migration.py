@@ -287,7 +287,8 @@ def transcripts_travel() -> None:
                 mover.boundary()
                 pieces = mover.live[name].prompt_logprobs
                 assert pieces is not None
-                pieces.add(np.arange(4, dtype=np.float32), np.arange(4, dtype=np.int32)[:, None], np.ones((4, 1), np.float32))
+                four = np.arange(4, dtype=np.float32)
+                pieces.add(four, four.astype(np.int32)[:, None], four[:, None])
                 mover.live[name].first_token_s = 0.5
                 for token in words[:half]:
                     assert says(token) is None

@@ -1,4 +1,4 @@
-"""A few seeded draws of random_jobs.py: whatever memory, tiers, drills and shapes are drawn, the tokens are the same."""
+"""A few seeded draws of random_jobs.py: whatever memories, tiers, drills and shapes, the tokens are the same."""
 
 from __future__ import annotations
 
