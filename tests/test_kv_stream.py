@@ -154,3 +154,20 @@ def test_what_goes_home_and_comes_back_is_the_same() -> None:
     places.end_demotion(slots(0))
     assert home[int(held[2]), 0, 0] == 9.0
     assert home[int(held[0]), 0, 0] == 1.0
+
+
+def test_what_comes_home_from_the_disk_is_only_what_was_ever_written_there() -> None:
+    """A new sequence may have disk pages that its first tokens are still to fill."""
+    places = KvPlaces(slots=1, page_tokens=PAGE, pages=4, disk_pages=8, streamed_most=4)
+    assert places.home.claim(3) is not None
+    assert places.open(0, entry(0, 13, 14), 0)
+    assert places.disk is not None and places.disk.held[0] == 3
+    disk = LateDisk(8)
+    kv, home = stream_of(places, disk, None)
+    disk.cells[:, places.disk.table[0, 0]] = 5.0
+    places.home.release(np.arange(1, 4, dtype=np.int32))
+    assert places.begin_recall(0, 0)
+    assert kv.recall(places, slots(0), np.array([3])) == kv.page_bytes
+    pages = places.home.table[0, :4]
+    assert (home[pages[0]] == 5.0).all()
+    assert (home[pages[1:]] == -3.0).all()

@@ -45,55 +45,56 @@ def once_around() -> None:
     from bgmpi.world import open_world
 
     with open_world() as world:
-        copies = os.environ.get("COPIES")
-        with Mover(world, open_tokenizer(os.environ["TOKENIZER"])) as mover:
-            if copies:
-                far(mover.store, world.rank)
-            begin = 10 * world.rank
-            held, queued, stays, never = begin + 1, begin + 2, begin + 3, begin + 4
-            for name, prompt in ((held, 9), (queued, 6), (stays, 3)):
-                mover.admit(name, prompt, prompt + 30)
-            mover.run(3)
-            mover.admit(never, 5, 9)
-            mover.suspend(held)
-            mover.suspend(queued, resume=True)
-            mover.moves()
-            mover.check_node()
-            known = {name: len(entry.tokens) for name, entry in mover.waiting().items()}
-            assert known == {held: 12, queued: 9, never: 5}
-            for turn in range(world.size):
-                going = [[10 * ((rank - turn) % world.size) + i for i in (1, 2, 4)] for rank in range(world.size)]
-                done = mover.migrate(
-                    orders(*((names, rank, (rank + 1) % world.size) for rank, names in enumerate(going)))
-                )
-                came = going[(world.rank - 1) % world.size]
-                assert sorted(done.arrived.tolist()) == came
-                pages = 0 if mover.store.same_node((world.rank - 1) % world.size) else 3 + 2
-                assert done.bytes == pages * mover.store.page_bytes
-                assert mover.here() == {stays, *came} == set(mover.live)
+        tokenizer = open_tokenizer(os.environ["TOKENIZER"])
+        for copies in (False, True):
+            with Mover(world, tokenizer) as mover:
+                if copies:
+                    far(mover.store, world.rank)
+                begin = 10 * world.rank
+                held, queued, stays, never = begin + 1, begin + 2, begin + 3, begin + 4
+                for name, prompt in ((held, 9), (queued, 6), (stays, 3)):
+                    mover.admit(name, prompt, prompt + 30)
+                mover.run(3)
+                mover.admit(never, 5, 9)
+                mover.suspend(held)
+                mover.suspend(queued, resume=True)
+                mover.moves()
+                mover.check_node()
+                known = {name: len(entry.tokens) for name, entry in mover.waiting().items()}
+                assert known == {held: 12, queued: 9, never: 5}
+                for turn in range(world.size):
+                    going = [[10 * ((rank - turn) % world.size) + i for i in (1, 2, 4)] for rank in range(world.size)]
+                    done = mover.migrate(
+                        orders(*((names, rank, (rank + 1) % world.size) for rank, names in enumerate(going)))
+                    )
+                    came = going[(world.rank - 1) % world.size]
+                    assert sorted(done.arrived.tolist()) == came
+                    pages = 0 if mover.store.same_node((world.rank - 1) % world.size) else 3 + 2
+                    assert done.bytes == pages * mover.store.page_bytes
+                    assert mover.here() == {stays, *came} == set(mover.live)
+                    mover.check_node()
+                    mover.check_bytes()
+                    assert sorted(mover.moves()) == [(State.WAITING, came[2:]), (State.YIELDED, came[:2])]
+                    first = came[0]
+                    entries = mover.waiting()
+                    for name, size, with_kv, started in (
+                        (first, 12, 11, True), (first + 1, 9, 8, True), (first + 3, 5, 0, False)
+                    ):  # fmt: skip
+                        entry = entries[name]
+                        prompt = {1: 9, 2: 6, 4: 5}[name % 10]
+                        assert (entry.prompt, entry.with_kv, entry.started) == (prompt, with_kv, started)
+                        assert entry.tokens.tolist() == [(name + i) % 400 for i in range(size)]
+                        assert entry.most == prompt + (4 if name % 10 == 4 else 30)
+                    mover.step()  # who stays goes on, and its new KV harms nobody's
+                    world.barrier()
+                    mover.check_bytes()
+                mover.run(2)
+                assert mover.here() == {stays, held, queued, never}
+                assert sorted(set(mover.computed[-8:])) == [held, queued, stays, never]
                 mover.check_node()
                 mover.check_bytes()
-                assert sorted(mover.moves()) == [(State.WAITING, came[2:]), (State.YIELDED, came[:2])]
-                first = came[0]
-                entries = mover.waiting()
-                for name, size, with_kv, started in (
-                    (first, 12, 11, True), (first + 1, 9, 8, True), (first + 3, 5, 0, False)
-                ):  # fmt: skip
-                    entry = entries[name]
-                    prompt = {1: 9, 2: 6, 4: 5}[name % 10]
-                    assert (entry.prompt, entry.with_kv, entry.started) == (prompt, with_kv, started)
-                    assert entry.tokens.tolist() == [(name + i) % 400 for i in range(size)]
-                    assert entry.most == prompt + (4 if name % 10 == 4 else 30)
-                mover.step()  # who stays goes on, and its new KV harms nobody's
+                assert np.all(mover.manager.with_kv[mover.manager.active] > 0)
                 world.barrier()
-                mover.check_bytes()
-            mover.run(2)
-            assert mover.here() == {stays, held, queued, never}
-            assert sorted(set(mover.computed[-8:])) == [held, queued, stays, never]
-            mover.check_node()
-            mover.check_bytes()
-            assert np.all(mover.manager.with_kv[mover.manager.active] > 0)
-            world.barrier()
 
 
 def nobody_loses_what_cannot_move() -> None:
@@ -362,11 +363,8 @@ def at_random() -> None:
 
 
 @launch.on_ranks(2, 3, 4)
-@pytest.mark.parametrize("copies", ["", "yes"], ids=["numbers change owners", "pages are copied"])
-def test_who_goes_once_around_all_ranks_comes_back_the_same(
-    ranks: int, copies: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COPIES", copies)
+def test_who_goes_once_around_all_ranks_comes_back_the_same(ranks: int) -> None:
+    """Page numbers change owners, then the same with copies."""
     launch.python_on_ranks(ranks, once_around)
 
 
