@@ -2,7 +2,8 @@
 
 The choreography runs on real windows with real sequence managers and made-up tokens: within a node (page numbers change
 owners, nothing is copied), with copies, and between virtual Slurm nodes.  Then whole jobs are drilled over nodes and
-must give the tokens of one rank.
+must give the tokens of one rank.  Nodes get equally many ranks: where they do not, MPICH 5.0 was seen to fail in
+MPI_Init under Slurm's pmi2, now and then.
 """
 
 from __future__ import annotations
@@ -405,7 +406,7 @@ def test_who_goes_once_around_all_nodes_comes_back_the_same(nodes: Nodes, count:
 
 @pytest.mark.slurm
 def test_between_nodes_nobody_loses_what_cannot_move(nodes: Nodes) -> None:
-    nodes.python(2, 3, nobody_loses_what_cannot_move)
+    nodes.python(2, 4, nobody_loses_what_cannot_move)
     nodes.python(2, 4, at_random)
 
 

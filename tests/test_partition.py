@@ -242,5 +242,5 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.mark.slurm
 def test_a_group_over_two_nodes_keeps_every_byte(nodes: Nodes) -> None:
-    nodes.python(2, 3, together_and_alone_again)
+    nodes.python(2, 4, together_and_alone_again)
     nodes.python(2, 2, a_group_that_cannot_be)
