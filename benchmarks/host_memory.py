@@ -1,8 +1,8 @@
 """What memory that is too small costs: KV beyond the device's budget, and weights beyond the memory of the machine.
 
-Without `--work`: the same job with all KV on the device and with a device budget of a tenth of what it needs, taking
-turns.  Physics: KV of decoding sequences then passes through two buffers of a layer each, so every byte of it is copied
-once a step; what copying costs beside computing is the ratio.
+Without `--work`: the same job without a budget (KV in place), with all KV on the device, and with a device budget of a
+tenth of what it needs, taking turns.  Physics: KV of decoding sequences then passes through two buffers of a layer
+each, so every byte of it is copied once a step; what copying costs beside computing is the ratio.
 
 `--work b`: Work B (see work.py), 8.7 GB of weights inside a memory cgroup of 2 GiB, one rank.  Physics: every weight is
 read from disk once a sweep for the whole active set, ahead of its use, so a sweep takes the longer of reading and
@@ -282,10 +282,11 @@ def kv_beyond_device(work: Work, threads: int, repeats: int, ablate: bool) -> tu
     model, requests = make_work(work)
     need = sum(kv_bytes(work.shape, int(total)) for total in work.lengths.prompts() + work.lengths.answers())
     budget = ["--device-memory", str(need // 10)]
-    kinds = {"all on the device": ["--device-memory", str(2 * need)], "a tenth of it": budget}
+    kinds = {"unlimited, in place": [], "all on the device": ["--device-memory", str(2 * need)]}
+    kinds["a tenth of it"] = budget
     if ablate:
         kinds |= {"a tenth, nothing streamed": [*budget, "--stream-kv", "off"],
-                  "a tenth, shortest held": [*budget, "--hold-policy", "shortest-decoded"]}
+                  "a tenth, longest held": [*budget, "--hold-policy", "longest-decoded"]}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory(prefix="bgmpi-memory-") as folder:
         run_job(model, requests, Path(folder) / "warm.h5", threads)
@@ -296,15 +297,15 @@ def kv_beyond_device(work: Work, threads: int, repeats: int, ablate: bool) -> tu
                     raise SystemExit(f"work {work.name}, {name}: {summary.failed} rows failed")
                 seconds[name].append(summary.seconds - summary.load_seconds)
     print(f"work {work.name}: {work.lengths.requests} requests need {need / 1e6:.0f} MB of KV together, all active at "
-          f"once; runs each: {repeats}, median\n{'KV':>28} {'BCT s':>8} {'over all':>9}")
-    base = seconds["all on the device"]
+          f"once; runs each: {repeats}, median\n{'KV':>28} {'BCT s':>8} {'ratio':>9}")
+    base = seconds["unlimited, in place"]
     figures = {}
     for name, each in seconds.items():
-        ratio = statistics.median(one / all_there for one, all_there in zip(each, base, strict=True))
+        ratio = statistics.median(one / unlimited for one, unlimited in zip(each, base, strict=True))
         print(f"{name:>28} {statistics.median(each):>8.2f} {ratio:>9.2f}")
         key = name.replace(",", "").replace(" ", "_")
         figures |= {f"bct_s_{key}": statistics.median(each), f"ratio_{key}": ratio}
-    return figures, [Limit("bct_a_tenth_over_all", figures["ratio_a_tenth_of_it"], TENTH_RATIO, "<=")]
+    return figures, [Limit("bct_a_tenth_over_unlimited", figures["ratio_a_tenth_of_it"], TENTH_RATIO, "<=")]
 
 
 def main() -> None:

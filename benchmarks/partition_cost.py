@@ -6,9 +6,9 @@ is made, hence milliseconds where the paper's table has 5 to 10 s for a reconfig
 the lone sequence in the same job: less than that, a first token cannot take.
 
 Two sequences of Work A's model on two ranks of one core each; one ends at once, then groups of both ranks are flipped
-on and off in every round by the drill.  Read from the job's trace: from rank 0's clock when it decided to the end of the
-leader's next step.  The first time counts, in which shards are made; the least of some jobs, because a shared machine
-only adds.
+on and off in every round by the drill.  Read from the job's trace: from rank 0's clock when it decided to the end of
+the leader's next step.  The first time counts, in which shards are made; the least of some jobs, because a shared
+machine only adds.
 """
 
 from __future__ import annotations

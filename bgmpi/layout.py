@@ -164,7 +164,8 @@ def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
     if config.kv_spill is not None:
         if config.stream_kv == "off":
             raise UsageError(
-                "--stream-kv off: KV on a disk computes only as it passes through; leave --kv-spill out, or let KV stream"
+                "--stream-kv off: KV on a disk computes only as it passes through; leave --kv-spill out, or let KV "
+                "stream"
             )
         disk_pages = min(_disk_pages(config, world, layers, one_page // layers), full * config.max_num_seqs)
     elif config.kv_spill_bytes is not None:

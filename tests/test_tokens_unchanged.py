@@ -153,7 +153,9 @@ def small_tiers(family: str, folder: Path, ranks: int, spill: Path) -> dict[str,
             *pages, "--drill", everything, *home, "--kv-spill", str(spill), "--device-memory",
             str(3 * buffer + 20 * page),
         ],
-        "weights in a ring": [*pages, "--drill", "yield=2,migrate=2", "--weight-memory", str(ring_budget(folder, ranks))],
+        "weights in a ring": [
+            *pages, "--drill", "yield=2,migrate=2", "--weight-memory", str(ring_budget(folder, ranks)),
+        ],
     }
 
 

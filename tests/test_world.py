@@ -14,7 +14,7 @@ from bgmpi.head import Orders
 from bgmpi.primitives import Admit, Moved, Reported, Run, Stop
 from bgmpi.rank import Work
 from bgmpi.request import Request, Sampling
-from bgmpi.tally import Counts, Moves, Moves
+from bgmpi.tally import Counts, Moves
 from bgmpi.world import decode, encode
 
 
