@@ -18,8 +18,8 @@ enter every exchange (law 1).  The executor decides nothing; it refuses to know 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,6 @@ from bgmpi.shard import Shard
 NOWHERE = -1
 Head = Callable[[torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, AttentionPlan, torch.Tensor], None]
-_LOGIT_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +139,11 @@ class Executor:
             self.expert_batches += 1
             self.expert_tokens += stop - start
 
-    @contextmanager
-    def head(self) -> Iterator[Head]:
+    def head(self) -> AbstractContextManager[Head]:
         """Give what turns final hidden rows [n, D] into logits float32 [n, vocab].  Enter it once in every step, also
         with nothing to ask: weights that are read anew for each step are used in order.  Collective over the group
         when sharded, else local."""
-        with self._runs.head() as logits:
-            yield lambda rows: logits(rows) if len(rows) <= _LOGIT_ROWS else torch.cat(
-                [logits(part) for part in rows.split(_LOGIT_ROWS)]
-            )
+        return self._runs.head()
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ from bgmpi.transcript import Transcript, close_transcript, open_transcript
 from bgmpi.world import World
 
 Flags = NDArray[np.bool_]
+#: Rows whose logits are there at once.
+_LOGIT_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +284,7 @@ class Rank:
             stopped = fault = by_token = np.empty(0, bool)
             if len(slots):
                 rows = hidden[torch.from_numpy(plan.first[1:][plan.emits].astype(np.int64) - 1)]
-                tokens, stopped, fault, by_token = self._draw(logits(rows), slots)
+                tokens, stopped, fault, by_token = self._draw(logits, rows, slots)
         ended = manager.commit(plan, tokens, stopped, fault)
         if len(ended.slots):
             if self._sharded is None or self._sharded.leads:
@@ -292,21 +294,33 @@ class Rank:
             self._sharded = self.executor.shard = None
             self._refill()
 
-    def _draw(self, logits: torch.Tensor, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], Flags, Flags, Flags]:
-        """Collective over the group when sharded.  Draw the next token of each slot, note and listen.
+    def _draw(
+        self, logits: Head, rows: torch.Tensor, slots: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], Flags, Flags, Flags]:
+        """Collective over the group when sharded.  Draw the next token of each slot from its final hidden row, note and
+        listen; in slices, so that no block of all rows x vocabulary arises.
 
         -> tokens int32 [E]; stopped, fault, by_token bool [E]; the leader's, for who follows.
         """
         sharded, outcome = self._sharded, np.empty((4, len(slots)), np.int32)
-        if sharded is None or sharded.leads:
-            generated = self.manager.known[slots] - self.manager.prompt[slots]
-            drawn = self.sampler.draw(logits, slots, generated)
-            outcome[:] = drawn.tokens, drawn.stopped | self._listen(slots, drawn), drawn.fault, drawn.stopped
-            self._record(slots, drawn)
-            self._greet(slots)
+        leads = sharded is None or sharded.leads
+        for start in range(0, len(slots), _LOGIT_ROWS):
+            part = slice(start, start + _LOGIT_ROWS)
+            values = logits(rows[part])
+            if leads:
+                outcome[:, part] = self._draw_slice(values, slots[part])
         if sharded is not None:
             sharded.group.broadcast_bytes(outcome.reshape(-1).view(np.uint8), sharded.leader)
         return outcome[0], outcome[1].astype(bool), outcome[2].astype(bool), outcome[3].astype(bool)
+
+    def _draw_slice(self, logits: torch.Tensor, slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return token, stopped, fault, stopped by its token of each slot, int32 [4, n]."""
+        generated = self.manager.known[slots] - self.manager.prompt[slots]
+        drawn = self.sampler.draw(logits, slots, generated)
+        self._record(slots, drawn)
+        self._greet(slots)
+        heard = drawn.stopped | self._listen(slots, drawn)
+        return np.stack((drawn.tokens, heard, drawn.fault, drawn.stopped)).astype(np.int32)
 
     def _refill(self) -> None:
         begun, manager = self.clock(), self.manager

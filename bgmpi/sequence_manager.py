@@ -451,7 +451,8 @@ class SequenceManager:
     def _pressed(self) -> int:
         """Return how many pages lack at home for the next of the backlog, were their full pages on disk."""
         waiting = min(len(self.backlog), len(self._free_slots), _SPILL_FOR)
-        return max(0, waiting * (2 + RESERVE) + len(self._active) - self.kv.free) if waiting else 0
+        spare = self.kv.growing(self._active)
+        return max(0, waiting * (2 + RESERVE) + spare - self.kv.free) if waiting else 0
 
     def _strip(self) -> bool:
         """Let the youngest that waits with KV give it up; False when none has any."""
