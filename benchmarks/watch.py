@@ -111,8 +111,8 @@ def watched() -> Iterator[Watched]:
         replaced(Router, "__call__", noting_experts),
         replaced(Model, "feed_forward", noting_layer),
         replaced(Model, "feed_forward", timed("experts")),
-        replaced(Model, "attend", timed("attention")),
-        replaced(Model, "logits", timed("head")),
+        replaced(Model, "_attend", timed("attention")),
+        replaced(Model, "_logits", timed("head")),
         replaced(Sampler, "draw", timed("sampling")),
     ):
         yield seen
