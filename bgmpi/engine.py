@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import torch
 
 from bgmpi import log
@@ -31,10 +32,13 @@ from bgmpi.rehearsal import rehearse
 from bgmpi.report import Summary
 from bgmpi.scheduler import Rules
 from bgmpi.tally import Counts, Tally, total
+from bgmpi.weight_plan import Part, unit_bytes, weight_units
 from bgmpi.world import World, decode, open_world
 
 #: What a switch to groups takes beside making the shards: a round or two, and copying KV.
 _SWITCH_SECONDS = 0.02
+#: Gathers of a layer, at least, and bytes a second that the slowest memory of a rank delivers.
+_GATHERS, _SLOW_MEMORY = 3, 10e9
 _LOG = logging.getLogger("bgmpi.engine")
 
 
@@ -62,7 +66,7 @@ def run(config: Config) -> Summary:
             world, groups, parts.store, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take,
             config.check, notes=config.trace is not None,
         )
-        tail = _tail_rules(config, world, groups, parts)
+        tail = _tail_rules(job, world, groups, parts)
         loaded = clock()
         head = None
         if world.rank == 0:
@@ -190,10 +194,30 @@ def _rules(job: Job, world: World, parts: Parts, tail: TailRules) -> Rules:
     )
 
 
-def _tail_rules(config: Config, world: World, groups: dict[tuple[int, int], Group], parts: Parts) -> TailRules:
+def _may_pay(job: Job, world: World, group: Group) -> bool:
+    """Collective over the world: say whether computing a sequence together could be faster anywhere, before it is
+    rehearsed: not with fewer cores than ranks, nor where gathers alone take longer than reading what a group splits."""
+    arch, itemsize = job.architecture, job.dtype.itemsize
+    read = sum(unit_bytes(arch, unit, itemsize) for unit in weight_units(arch, 0, 1) if unit.part is not Part.EXPERT)
+    waited = []
+    for _ in range(8):
+        world.barrier()
+        begun = time.perf_counter()
+        group.all_gather_counts(np.zeros(1, np.int64))
+        waited.append(time.perf_counter() - begun)
+    alone = world.node_size <= len(os.sched_getaffinity(0))
+    pays = alone and read / _SLOW_MEMORY > min(waited) * (_GATHERS * arch.layers + 1)
+    return bool(world.all_gather_counts(np.array([pays], np.int64)).all())
+
+
+def _tail_rules(job: Job, world: World, groups: dict[tuple[int, int], Group], parts: Parts) -> TailRules:
     """Collective over the world: return the constants of the tail, rehearsed where a group may be formed."""
+    config = job.config
     lockstep = parts.executor.lockstep
     if world.size == 1 or not config.partition or not parts.shardable:
+        return TailRules(lockstep=lockstep)
+    if not _may_pay(job, world, groups[0, world.size]):
+        _LOG.info("no groups of ranks: one sequence alone is faster than any group could be here")
         return TailRules(lockstep=lockstep)
     tried = rehearse(world, groups, parts.executor.model, config.page_tokens)
     for size, share in tried.shares.items():

@@ -147,6 +147,11 @@ def _fixed_bytes(arch: Architecture, expected: dict[str, Shape], itemsize: int) 
     )
 
 
+def unit_bytes(arch: Architecture, unit: Unit, itemsize: int) -> int:
+    """Return the bytes of a unit's matrices.  Pure: reads nothing."""
+    return _unit_bytes(arch, expected_tensors(arch), unit, itemsize)
+
+
 def _unit_bytes(arch: Architecture, expected: dict[str, Shape], unit: Unit, itemsize: int) -> int:
     return sum(prod(expected[name]) for group in unit.groups for name in unit.names(arch, group)) * itemsize
 
