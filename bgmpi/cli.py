@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from bgmpi.launcher import launch_command, launch_rank, threads_for
 from bgmpi.values import integer
 
 INTERRUPTED = 130
+#: Seconds that a rank waits for rank 0 to tell an error that all have.
+_GRACE = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BgmpiError as error:
         if _should_tell(error, launch_rank(os.environ)):
             sys.stderr.write(f"bgmpi: error: {error}\n")
+        else:
+            time.sleep(_GRACE)  # a launcher ends all when one has ended, and rank 0 should have told why before
         return int(error.exit_code)
     except KeyboardInterrupt:
         return INTERRUPTED
