@@ -142,13 +142,17 @@ def steady(trace: Path) -> tuple[float, float]:
             if isinstance(event, Reported):
                 tokens += event.generated_tokens
                 active += sum(_change(move.state) * len(move.sequences) for move in event.moves)
-                ended += sum(len(move.sequences) for move in event.moves if move.state == State.DONE)
+                ended += _done(event)
         rounds.append((active, tokens, one.seconds - before, ended))
         before = one.seconds
     most = max(count for count, *_ in rounds)
     middle = [(count, tokens, wall) for count, tokens, wall, ended in rounds if ended and count >= FULL * most]
     seconds = sum(wall for _, _, wall in middle)
     return sum(tokens for _, tokens, _ in middle) / seconds, statistics.mean(count for count, _, _ in middle)
+
+
+def _done(report: Reported) -> int:
+    return sum(len(move.sequences) for move in report.moves if move.state == State.DONE)
 
 
 def _change(state: int) -> int:
@@ -197,11 +201,12 @@ def _changes(variant: str, readers: list[LayerFiles]) -> Iterator[Any]:
         return replace(plan, ring_bytes=max(_room(arch, unit, itemsize) for unit in plan.streamed))
 
     planned, decide = bgmpi.layout.plan_weights, Head.decide
-    steady_rounds = 0
+    steady_rounds = ended = 0
 
     def counted(head: Head, reports: list[Reported]) -> Any:
-        nonlocal steady_rounds
-        steady_rounds += any(report.generated_tokens for report in reports) and head.ended > 0
+        nonlocal steady_rounds, ended
+        ended += sum(_done(report) for report in reports)
+        steady_rounds += any(report.generated_tokens for report in reports) and ended > 0
         if steady_rounds > STEADY_ROUNDS:
             raise SeenEnough
         return decide(head, reports)

@@ -32,7 +32,7 @@ from bgmpi.rehearsal import rehearse
 from bgmpi.report import Summary
 from bgmpi.scheduler import Rules
 from bgmpi.tally import Counts, Tally, total
-from bgmpi.weight_plan import Part, unit_bytes, weight_units
+from bgmpi.weight_plan import everywhere_bytes
 from bgmpi.world import World, decode, open_world
 
 #: What a switch to groups takes beside making the shards: a round or two, and copying KV.
@@ -198,7 +198,7 @@ def _may_pay(job: Job, world: World, group: Group) -> bool:
     """Collective over the world: say whether computing a sequence together could be faster anywhere, before it is
     rehearsed: not with fewer cores than ranks, nor where gathers alone take longer than reading what a group splits."""
     arch, itemsize = job.architecture, job.dtype.itemsize
-    read = sum(unit_bytes(arch, unit, itemsize) for unit in weight_units(arch, 0, 1) if unit.part is not Part.EXPERT)
+    read = everywhere_bytes(arch, itemsize)
     waited = []
     for _ in range(8):
         world.barrier()

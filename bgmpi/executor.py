@@ -30,13 +30,12 @@ from bgmpi.coroutine import Module
 from bgmpi.kernels.backend import AttentionPlan, Backend
 from bgmpi.kv_places import KvPlaces
 from bgmpi.kv_stream import KvStream, Passage, passage
-from bgmpi.model import Model
+from bgmpi.model import Attend, Model
 from bgmpi.sequence_manager import StepPlan
 from bgmpi.shard import Shard
 
 NOWHERE = -1
 Head = Callable[[torch.Tensor], torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor, AttentionPlan, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class Executor:
         self.expert_tokens = 0
 
     @property
-    def _runs(self) -> Model | Shard:
+    def _runs(self) -> Model:
         return self.model if self.shard is None else self.shard
 
     def step(self, plan: StepPlan | None, most_tokens: int) -> torch.Tensor:

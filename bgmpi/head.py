@@ -79,11 +79,6 @@ class Head:
         self._wasted = 0
         self._now = Snapshot(0, 0, self._intake.sequences, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
 
-    @property
-    def ended(self) -> int:
-        """Sequences that are done or failed."""
-        return self._scheduler.ended
-
     def decide(self, reports: list[Reported]) -> list[Orders]:
         """Turn one round's reports into every rank's orders."""
         scheduler = self._scheduler

@@ -151,7 +151,7 @@ def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
     one_page = page_bytes(model.page_shape(config.page_tokens), layers, job.dtype)
     full = -(-job.context // config.page_tokens)
     required = full if config.max_model_len is not None else 1
-    shared = _shared_memory_bytes() if world.node_size > 1 else None
+    shared = free_bytes("/dev/shm") if world.node_size > 1 else None
     room = room_left(read_text, os.environ, world.node_size, shared)
     budget = max(config.max_num_batched_tokens, config.max_num_seqs)
     pages = host_pages(
@@ -220,10 +220,6 @@ def _open_spill(config: Config, world: World, plan: KvPlan, store: HostStore, st
     )
     stack.callback(spill.close)
     return spill
-
-
-def _shared_memory_bytes() -> int:
-    return free_bytes("/dev/shm")
 
 
 def read_text(path: str) -> str | None:

@@ -82,7 +82,7 @@ def shard(
     leads = group.rank == leader
     store.sync()
     may = leads and willing and _may_lead(order.sequence, manager)
-    position = _spread(group, leader, _position(manager, order.sequence) if may else NOWHERE if leads else None)
+    position = _spread(group, leader, _position(manager, order.sequence) if may else NOWHERE)
     fits = may
     if not leads and position.most:
         fits = _follow(position, store, order.leader, heads(group.rank), manager)
@@ -134,13 +134,13 @@ def _position(manager: SequenceManager, sequence: int) -> Position:
     return Position(sequence, tokens, int(manager.prompt[slot]), int(manager.most[slot]), with_kv, pages)
 
 
-def _spread(group: Group, leader: int, position: Position | None) -> Position:
-    """Collective over the group: the leader's position reaches every member."""
-    data = encode(position) if position is not None else b""
+def _spread(group: Group, leader: int, position: Position) -> Position:
+    """Collective over the group: the leader's position reaches every member, whatever the others bring."""
+    data = encode(position)
     size = int(group.all_gather_counts(np.array([len(data)], np.int64))[leader, 0])
-    buffer = np.frombuffer(bytearray(data), np.uint8) if position is not None else np.empty(size, np.uint8)
+    buffer = np.frombuffer(bytearray(data), np.uint8) if group.rank == leader else np.empty(size, np.uint8)
     group.broadcast_bytes(buffer, leader)
-    return position if position is not None else decode(buffer.tobytes(), Position)
+    return decode(buffer.tobytes(), Position)
 
 
 def _follow(position: Position, store: HostStore, leader: int, heads: slice | None, manager: SequenceManager) -> bool:

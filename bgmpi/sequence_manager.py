@@ -158,8 +158,7 @@ class SequenceManager:
     def _without_disk(self, entry: Entry) -> Entry:
         if not len(entry.disk):
             return entry
-        self.places.release(entry)
-        self._computed_before[entry.sequence] = entry.with_kv
+        self._give_up(entry)
         return self.backlog.strip_leaving(entry.sequence)
 
     def gone(self, sequence: int, given: Pages) -> None:
@@ -253,8 +252,7 @@ class SequenceManager:
         slots, places = self._active, self.places
         places.grow(slots, self.known[slots])
         dry = int(self.kv.dry(slots).sum())
-        pressed = self._pressed()
-        if (dry or pressed) and places.disk is not None and (spill := self._choose_spills(max(dry, pressed))):
+        if places.disk is not None and (spill := self._choose_spills(max(dry, self._pressed()))):
             return spill
         if dry:
             while self._strip():
@@ -459,9 +457,13 @@ class SequenceManager:
         entry = self.backlog.strip_newest()
         if entry is None:
             return False
+        self._give_up(entry)
+        return True
+
+    def _give_up(self, entry: Entry) -> None:
+        """Give back the pages of an entry that will compute its KV again."""
         self._computed_before[entry.sequence] = entry.with_kv
         self.places.release(entry)
-        return True
 
     def _choose_spills(self, pages: int) -> Eviction | None:
         """Hold disk pages for the full pages of those that have most at home, until `pages` would become free."""

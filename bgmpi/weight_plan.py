@@ -105,8 +105,9 @@ def plan_weights(arch: Architecture, rank: int, ranks: int, itemsize: int, budge
 
     Raises UsageError when not even the largest unit fits beside what must stay.
     """
-    if budget is None or (whole := weight_bytes(arch, rank, ranks, itemsize)) <= budget:
-        return WeightPlan(weight_bytes(arch, rank, ranks, itemsize) if budget is None else whole)
+    whole = weight_bytes(arch, rank, ranks, itemsize)
+    if budget is None or whole <= budget:
+        return WeightPlan(whole)
     expected = expected_tensors(arch)
     fixed = _fixed_bytes(arch, expected, itemsize)
     units = weight_units(arch, rank, ranks)
@@ -147,9 +148,12 @@ def _fixed_bytes(arch: Architecture, expected: dict[str, Shape], itemsize: int) 
     )
 
 
-def unit_bytes(arch: Architecture, unit: Unit, itemsize: int) -> int:
-    """Return the bytes of a unit's matrices.  Pure: reads nothing."""
-    return _unit_bytes(arch, expected_tensors(arch), unit, itemsize)
+def everywhere_bytes(arch: Architecture, itemsize: int) -> int:
+    """Return the bytes of the matrices that every rank holds, all units but the routed experts.  Pure: reads
+    nothing."""
+    expected = expected_tensors(arch)
+    units = (unit for unit in weight_units(arch, 0, 1) if unit.part is not Part.EXPERT)
+    return sum(_unit_bytes(arch, expected, unit, itemsize) for unit in units)
 
 
 def _unit_bytes(arch: Architecture, expected: dict[str, Shape], unit: Unit, itemsize: int) -> int:

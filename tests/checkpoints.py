@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from bgmpi.architecture import Architecture
+from bgmpi.errors import UsageError
+from bgmpi.weight_plan import plan_weights, weight_bytes
+
 FAMILIES: tuple[str, ...] = (
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "kimi_k2",
 )
@@ -120,3 +124,17 @@ def _quietly(call: Any, *arguments: Any, **options: Any) -> Any:
 
     logging.disable_progress_bar()
     return call(*arguments, **options)
+
+
+def least_budget(arch: Architecture, rank: int, ranks: int, itemsize: int = 4) -> int:
+    """Return the least bytes of weights that are not refused on a rank: everything streams, the ring holds one unit of
+    the largest."""
+    low, high = 1, weight_bytes(arch, rank, ranks, itemsize)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan_weights(arch, rank, ranks, itemsize, middle)
+            high = middle
+        except UsageError:
+            low = middle + 1
+    return low

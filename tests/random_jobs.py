@@ -24,10 +24,9 @@ from commands import run_commands
 from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.architecture import Architecture
-from bgmpi.errors import UsageError
 from bgmpi.families import read_architecture
 from bgmpi.io.model_files import open_model_files
-from bgmpi.weight_plan import plan_weights, weight_bytes
+from bgmpi.weight_plan import weight_bytes
 
 FAMILIES = ("llama", "mixtral", "deepseek_v3")
 #: Tokens of the longest sequence.
@@ -152,20 +151,8 @@ def _cells(arch: Architecture, page: int) -> int:
 
 def _least_weights(arch: Architecture, ranks: int) -> int | None:
     """Return the least bytes of weights with which every rank can run and some must read them anew."""
-    least = max(_least(arch, rank, ranks) for rank in range(ranks))
+    least = max(checkpoints.least_budget(arch, rank, ranks) for rank in range(ranks))
     return least if least < min(weight_bytes(arch, rank, ranks, 4) for rank in range(ranks)) else None
-
-
-def _least(arch: Architecture, rank: int, ranks: int) -> int:
-    low, high = 1, weight_bytes(arch, rank, ranks, 4)
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            plan_weights(arch, rank, ranks, 4, middle)
-            high = middle
-        except UsageError:
-            low = middle + 1
-    return low
 
 
 def main(seconds: float, seed: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from paged_forward import PagedRun, random_ids
 
 from bgmpi import weight_plan
-from bgmpi.errors import InputError, UsageError
+from bgmpi.errors import InputError
 from bgmpi.families import read_architecture
 from bgmpi.io.layer_files import LayerFiles
 from bgmpi.io.model_files import ModelFiles, open_dummy_files, open_model_files
@@ -38,17 +38,8 @@ def stream(
 
 
 def least_budget(files: ModelFiles, dtype: torch.dtype, rank: int = 0, ranks: int = 1) -> int:
-    """Return the least budget that is not refused: everything streams, the ring holds one unit of the largest."""
-    arch = read_architecture(files.config)
-    low, high = 0, weight_bytes(arch, rank, ranks, dtype.itemsize)
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            plan_weights(arch, rank, ranks, dtype.itemsize, middle)
-            high = middle
-        except UsageError:
-            low = middle
-    return high
+    """Return the least budget that is not refused."""
+    return checkpoints.least_budget(read_architecture(files.config), rank, ranks, dtype.itemsize)
 
 
 def logits(model: Model, chunks: tuple[int, ...] = CHUNKS, sequences: int = 2) -> torch.Tensor:

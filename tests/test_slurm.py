@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from launch import Ended, bgmpi, launch
+from virtual_nodes import virtual_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -52,16 +53,8 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    # A short path: the daemons' sockets have at most 107 letters.
-    with tempfile.TemporaryDirectory(prefix="bgmpi-slurm-") as folder:
-        own = {"LOCAL_CLUSTER_DIR": folder}
-        script = SCRIPTS / "local_cluster.sh"
-        try:
-            launch([script, "start", str(NODES)], env=own, limit=60, expect=0)
-            told = launch([script, "env"], env=own, expect=0).stdout
-            yield Cluster({"SLURM_CONF": told.removeprefix("export SLURM_CONF=").strip()})
-        finally:
-            launch([script, "stop"], env=own, limit=60)
+    with virtual_nodes(NODES) as nodes:
+        yield Cluster(nodes.environment)
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,9 @@ import pytest
 from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.architecture import Architecture
-from bgmpi.errors import UsageError
 from bgmpi.families import read_architecture
 from bgmpi.io.model_files import open_model_files
 from bgmpi.trace import read_deeds
-from bgmpi.weight_plan import plan_weights, weight_bytes
 
 FAMILIES = ("mixtral", "deepseek_v3", "llama")
 #: The longest sequence of the job, so that device budgets need not make room for the model's whole context.
@@ -140,6 +138,7 @@ def small_tiers(family: str, folder: Path, ranks: int, spill: Path) -> dict[str,
     everything = "yield=2,migrate=3,partition=1"
     pages = ["--page-tokens", "4", "--max-model-len", str(LONGEST)]
     home = ["--host-kv-memory", str(ranks * 48 * page)]
+    weights = max(checkpoints.least_budget(architecture(folder), rank, ranks) for rank in range(ranks))
     return {
         "in place": [*pages, "--drill", "yield=1,migrate=1,partition=1"],
         "partition alone": [*pages, "--drill", "partition=1", "--b-attn", "8"],
@@ -154,28 +153,9 @@ def small_tiers(family: str, folder: Path, ranks: int, spill: Path) -> dict[str,
             str(3 * buffer + 20 * page),
         ],
         "weights in a ring": [
-            *pages, "--drill", "yield=2,migrate=2", "--weight-memory", str(ring_budget(folder, ranks)),
+            *pages, "--drill", "yield=2,migrate=2", "--weight-memory", str(weights),
         ],
     }
-
-
-def ring_budget(folder: Path, ranks: int) -> int:
-    """Return the least bytes of weights with which every rank can run."""
-    arch = architecture(folder)
-    least = [_least_budget(arch, rank, ranks) for rank in range(ranks)]
-    return max(least)
-
-
-def _least_budget(arch: Architecture, rank: int, ranks: int) -> int:
-    low, high = 1, weight_bytes(arch, rank, ranks, 4)
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            plan_weights(arch, rank, ranks, 4, middle)
-            high = middle
-        except UsageError:
-            low = middle + 1
-    return low
 
 
 @pytest.mark.timeout(660)
