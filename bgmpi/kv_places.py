@@ -61,32 +61,37 @@ class KvPlaces:
 
     # --- slots ----------------------------------------------------------------------------------------------------
 
-    def open(self, slot: int, entry: Entry, spare: int) -> bool:
+    def open(self, slot: int, entry: Entry, spare: int, *, crowded: bool = False) -> bool:
         """Give an empty slot the pages of a sequence: those it kept and those it needs; True, or False and no change.
 
-        Resident where it computes at home.  Where the home cannot hold a new sequence but the disk can, its full pages
-        go there.
+        Resident where it computes at home.  Where the home cannot hold a new sequence, or is `crowded`, its full pages
+        go to the disk, if that has room for them.
         """
-        known = len(entry.tokens)
         on_disk = len(entry.disk)
-        if not self.home.open(slot, known, entry.most, spare=spare, base=on_disk, parked=entry.home):
-            on_disk = self._full_on_disk(entry)
-            if not on_disk or not self.home.open(slot, known, entry.most, spare=spare, base=on_disk):
-                return False
-            assert self.disk is not None
-            self.disk.take(slot, on_disk)
-        elif on_disk:
+        if crowded and self._opened_on_disk(slot, entry, spare):
+            return True
+        if not self.home.open(slot, len(entry.tokens), entry.most, spare=spare, base=on_disk, parked=entry.home):
+            return not crowded and self._opened_on_disk(slot, entry, spare)
+        if on_disk:
             assert self.disk is not None
             self.disk.open(slot, on_disk * self.page_tokens, entry.most, parked=entry.disk)
         self.resident[slot] = self.device is None and not on_disk
         self.stored[slot] = entry.with_kv
         return True
 
-    def _full_on_disk(self, entry: Entry) -> int:
-        """Return how many pages of a sequence without KV could be written to disk as they come."""
+    def _opened_on_disk(self, slot: int, entry: Entry, spare: int) -> bool:
+        """Open a sequence without KV so that its full pages go to the disk as they come; False where that cannot be."""
         full = len(entry.tokens) // self.page_tokens
-        can = self.disk is not None and not entry.with_kv and full <= self.disk.free
-        return full if can and self.home.pages_for(entry.most) <= self.streamed_most else 0
+        if self.disk is None or entry.with_kv or not full or full > self.disk.free:
+            return False
+        if self.home.pages_for(entry.most) > self.streamed_most:
+            return False
+        if not self.home.open(slot, len(entry.tokens), entry.most, spare=spare, base=full):
+            return False
+        self.disk.take(slot, full)
+        self.resident[slot] = False
+        self.stored[slot] = 0
+        return True
 
     def close(self, slots: Slots) -> None:
         """Give back all that these slots have."""

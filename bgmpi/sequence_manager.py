@@ -37,8 +37,6 @@ from bgmpi.primitives import Ids, Moved
 from bgmpi.request import Finish
 
 NOT_ENDED = -1
-#: With disk tier: sequences that one batch of spills makes room for.
-_SPILL_FOR = 16
 
 
 class Hold(StrEnum):
@@ -289,7 +287,8 @@ class SequenceManager:
         while self.backlog and self._free_slots:
             order, entry = self.backlog.first()
             slot = self._free_slots[-1]
-            if not self.places.open(slot, entry, spare):
+            crowded = self._could_start() * self.kv.pages_for(entry.most) > self.kv.free
+            if not self.places.open(slot, entry, spare, crowded=crowded):
                 if len(self._active) or opened or not self._strip():
                     break
                 continue  # nobody would ever make room: what younger ones keep must go
@@ -447,10 +446,14 @@ class SequenceManager:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _pressed(self) -> int:
-        """Return how many pages lack at home for the next of the backlog, were their full pages on disk."""
-        waiting = min(len(self.backlog), len(self._free_slots), _SPILL_FOR)
+        """Return how many pages lack at home for all of the backlog that could start, were their full pages on disk."""
+        waiting = self._could_start()
         spare = self.kv.growing(self._active)
-        return max(0, waiting * (2 + RESERVE) + spare - self.kv.free) if waiting else 0
+        return max(0, waiting * (1 + RESERVE) + spare - self.kv.free) if waiting else 0
+
+    def _could_start(self) -> int:
+        """Return how many of the backlog have a slot to start in."""
+        return min(len(self.backlog), len(self._free_slots))
 
     def _strip(self) -> bool:
         """Let the youngest that waits with KV give it up; False when none has any."""

@@ -5,7 +5,9 @@ One call of the team does a whole layer: its tasks come in kinds that need one a
 up rows, down rows, weighted sums), in ascending numbers, and a task waits only for those of its own expert (see
 `task_code`).  A task is a span of weight rows, long enough to stream from memory and short enough to stay in a core's
 cache while up to GROUP panels of tokens pass; so with few tokens each weight is read once at the memory's speed, and
-with many the tiles do all the work.  How a kernel is called stands in `cpu_dot_kernels`.
+with many the tiles do all the work.  A span that lies across the cache's lines and that many tokens pass is laid tile
+behind tile in its thread's cache before; the numbers and their order stay.  How a kernel is called stands in
+`cpu_dot_kernels`.
 
 The number of a panel's tokens is that of the expert (or the call) up to 16, so one token moves 4 bytes a line, not 64.
 Sums run along the width in one order whatever the number of tokens (`tile_code`).  Widths of weights are multiples of
@@ -27,6 +29,7 @@ from bgmpi.kernels.tile_code import (
     TILE,
     TILE_BYTES,
     expect_tokens,
+    lay_tiles,
     make_product,
     pack_panel,
     release_tiles,
@@ -42,15 +45,31 @@ mix_1 = make_mix(1)
 
 #: Panels that pass one span of weight rows in a task; even.
 GROUP = 64
+#: Panels that a span of weights passes as it lies, however it lies.
+AS_IT_LIES = 4
 
 
 @njit(inline="always")
-def multiply(low, high, panel, panels, tokens, width, out, ahead):
-    """Multiply two tiles of weight rows, low and high, with one panel or two of this many tokens each."""
-    if panels == 1:
-        product_1(low, high, 2 * width, panel, 0, 4 * tokens, width // DEEP, out, ahead)
+def multiply(low, high, laid, panel, panels, tokens, width, out, ahead):
+    """Multiply two tiles of weight rows, low and high, with one panel or two of this many tokens each.
+
+    laid: low and high lie there in tiles; 0: they are plain rows.
+    """
+    if laid:
+        low, high, step, tile_step = laid, laid + TILE_BYTES, 2 * DEEP, 2 * TILE_BYTES
     else:
-        product_2(low, high, 2 * width, panel, 2 * TILE * width, 4 * tokens, width // DEEP, out, ahead)
+        step, tile_step = 2 * width, 2 * DEEP
+    if panels == 1:
+        product_1(low, high, step, tile_step, panel, 0, 4 * tokens, width // DEEP, out, ahead)
+    else:
+        product_2(low, high, step, tile_step, panel, 2 * TILE * width, 4 * tokens, width // DEEP, out, ahead)
+
+
+@njit(inline="always")
+def own_room(size):
+    """Return `size` bytes of this thread, and where in them a multiple of 64 begins."""
+    room = np.empty(size + 64, np.uint8)
+    return room, (room.ctypes.data + 63) // 64 * 64
 
 
 @njit(inline="always")
@@ -62,19 +81,28 @@ def lay_panel(x, step, width, token, pairs, target, wide, addresses):
 
 
 @njit(inline="always")
-def multiply_span(weight, begin, end, rows, width, panel, panels, tokens, wide, bias, bias_step, target, kept, out):
+def multiply_span(
+    weight, begin, end, rows, width, panel, panels, tokens, wide, bias, bias_step, target, kept, out, room
+):
     """target[t, r] = weight row r . token t + bias[r] for rows begin .. end - 1 and all `tokens` of the panels.
 
     rows: rows of the weight; wide: tokens a panel has room for; bias_step: bytes between its numbers, 4 or (16 zeros
-    for all) 0; kept: columns of target.
+    for all) 0; kept: columns of target; room: where the span has room in tiles.
     """
+    again = panels > AS_IT_LIES and weight % (2 * DEEP) != 0
+    if again:
+        for r in range(begin, end, 2 * TILE):
+            low, high = min(r, rows - TILE), min(r + TILE, rows - TILE)
+            lay_tiles(weight + low * 2 * width, weight + high * 2 * width, 2 * width, width // DEEP,
+                      room + (r - begin) * 2 * width)
     for q in range(0, panels, 2):
         both = min(2, panels - q)
         for r in range(begin, end, 2 * TILE):
             low, high = min(r, rows - TILE), min(r + TILE, rows - TILE)
             expect_tokens(target + (TILE * q * kept + low) * 2, 2 * kept, min(2 * TILE, tokens - TILE * q))
-            multiply(weight + low * 2 * width, weight + high * 2 * width, panel + q * 2 * TILE * width, both, wide,
-                     width, out, 4 * TILE * width)
+            laid = room + (r - begin) * 2 * width if again else 0
+            multiply(weight + low * 2 * width, weight + high * 2 * width, laid, panel + q * 2 * TILE * width, both,
+                     wide, width, out, 4 * TILE * width)
             for number in range(both):
                 first = TILE * (q + number)
                 place = target + first * kept * 2
@@ -96,6 +124,7 @@ def linear(p):
     token, addresses = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     # Columns behind the last token are computed with too, and denormal leftovers would cost dear: hence zeros.
     out = np.zeros(4 * TILE_BYTES, np.uint8)
+    kept, room = own_room((each + 2 * TILE) * 2 * width if panels > AS_IT_LIES else 0)
     shape_tiles(word[14] + SHAPE_BYTES * wide)
     while True:
         task = draw(word.ctypes.data)
@@ -113,21 +142,28 @@ def linear(p):
         first, begin = task // blocks * GROUP, task % blocks * each
         multiply_span(word[5], begin, min(begin + each, rows), rows, width, word[13] + first * 2 * TILE * width,
                       min(GROUP, panels - first), min(GROUP * TILE, tokens - first * TILE), wide, word[8], 4,
-                      word[9] + first * TILE * word[11] * 2, word[11], out.ctypes.data)
+                      word[9] + first * TILE * word[11] * 2, word[11], out.ctypes.data, room)
+    kept[0] = 0  # it must live until here
     release_tiles()
 
 
 @njit(inline="always")
-def gate_span(weight, begin, end, rows, width, panel, panels, wide, target, out):
+def gate_span(weight, begin, end, rows, width, panel, panels, wide, target, out, room):
     """Lay silu(gate row . token) * (up row . token) of rows begin .. end - 1 as panels for the down weights.
 
-    weight: gate rows, then up rows, `rows` each, a multiple of 32.
+    weight: gate rows, then up rows, `rows` each, a multiple of 32; room: where the span has room in tiles.
     """
+    again = panels > AS_IT_LIES and weight % (2 * DEEP) != 0
+    if again:
+        for r in range(begin, end, TILE):
+            low = weight + r * 2 * width
+            lay_tiles(low, low + rows * 2 * width, 2 * width, width // DEEP, room + (r - begin) * 4 * width)
     for q in range(0, panels, 2):
         both = min(2, panels - q)
         for r in range(begin, end, TILE):
             low = weight + r * 2 * width
-            multiply(low, low + rows * 2 * width, panel + q * 2 * TILE * width, both, wide, width, out,
+            laid = room + (r - begin) * 4 * width if again else 0
+            multiply(low, low + rows * 2 * width, laid, panel + q * 2 * TILE * width, both, wide, width, out,
                      2 * TILE * width)
             for number in range(both):
                 place = target + (q + number) * 2 * TILE * rows + r // 2 * 4 * wide
@@ -182,7 +218,7 @@ def lay_task(word, book, k, task, addresses):
 
 
 @njit(inline="always")
-def span_task(word, book, k, group, span, up, ups, shaped, out):
+def span_task(word, book, k, group, span, up, ups, shaped, out, room):
     """Run one span of gate and up rows, or of down rows, of the k-th active expert over one group of its panels.
 
     Returns for how many tokens a panel the tiles have their shape now.
@@ -199,13 +235,13 @@ def span_task(word, book, k, group, span, up, ups, shaped, out):
     if up:
         wait_for(laid.ctypes.data + 8 * k, panel_begin[k + 1] - panel_begin[k])
         gate_span(weight, span * word[16], min(inner, (span + 1) * word[16]), inner, deep,
-                  word[18] + panel * 2 * TILE * deep, panels, wide, middle, out)
+                  word[18] + panel * 2 * TILE * deep, panels, wide, middle, out, room)
         arrive(gated.ctypes.data + 8 * k)
     else:
         wait_for(gated.ctypes.data + 8 * k, (group_begin[k + 1] - group_begin[k]) * ups)
         multiply_span(weight, span * word[17], min(rows, (span + 1) * word[17]), rows, inner, middle, panels,
                       min(GROUP * TILE, first[e + 1] - pair), wide, word[23], 0, word[20] + pair * width * 2, width,
-                      out)
+                      out, room)
         arrive(word.ctypes.data + 16)
     return wide
 
@@ -238,6 +274,7 @@ def experts(p):
     panels, groups = panel_begin[busy[0]], group_begin[busy[0]]
     addresses, out = np.empty(TILE, np.int64), np.zeros(4 * TILE_BYTES, np.uint8)
     total = np.empty(word[10], np.float32)
+    kept, room = own_room(max(word[16] * 4 * word[11], (word[17] + 2 * TILE) * 2 * word[12]))
     shaped = k = stage = 0
     while True:
         task -= 1
@@ -252,7 +289,8 @@ def experts(p):
             number, spans = (task - panels, ups) if stage == 1 else (task - panels - groups * ups, downs)
             while number // spans >= group_begin[k + 1]:
                 k += 1
-            shaped = span_task(word, book, k, number // spans, number % spans, stage == 1, ups, shaped, out.ctypes.data)
+            shaped = span_task(word, book, k, number // spans, number % spans, stage == 1, ups, shaped,
+                               out.ctypes.data, room)
         else:
             begin = (task - panels - groups * (ups + downs)) * ROWS
             if begin >= tokens:
@@ -261,4 +299,5 @@ def experts(p):
             for t in range(begin, min(begin + ROWS, tokens)):
                 weigh_parts(t, word[6], book[3], book[4], word[20], word[10], total, word[21])
         task = draw(word.ctypes.data)
+    kept[0] = 0  # it must live until here
     release_tiles()

@@ -1,7 +1,8 @@
 """Matrix tiles (AMX): the machine's own product of 16 x 32 bfloat16 weights with 32 x 16 bfloat16 tokens.
 
-A tile register holds 16 rows of 64 bytes.  Weights are the left operand, loaded as they lie: 16 plain rows, 32 numbers
-of each.  Tokens are the right one and must be laid in panels first: a panel holds up to 16 tokens, row i of it the
+A tile register holds 16 rows of 64 bytes.  Weights are the left operand, loaded as they lie, 16 plain rows, 32 numbers
+of each, or laid tile behind tile (`lay_tiles`) where they pass again and again: rows that begin at no multiple of
+64, as in most files, make a product a quarter slower.  Tokens are the right one and must be laid in panels first: a panel holds up to 16 tokens, row i of it the
 numbers 2 i and 2 i + 1 of each (`pack_panel`).  The result is 16 weight rows x 16 tokens in float32.  Two weight tiles
 meet one or two panels, so at most four results stand in registers 0 - 3, weights in 4 and 5, panels in 6 and 7.
 
@@ -91,12 +92,12 @@ def release_tiles(typing: Any) -> Any:
 
 
 def _emit_product(builder: Any, panels: int, args: Any) -> None:
-    low, high, row_step, panel, panel_bytes, panel_step, deep, out, ahead = args
+    low, high, row_step, tile_step, panel, panel_bytes, panel_step, deep, out, ahead = args
     results = [(r + 2 * p, r, p) for p in range(panels) for r in range(2)]  # register, which weights, which panel
     for register, _, _ in results:
         _tile(builder, "tilezero", I8(register))
     with cgutils.for_range(builder, deep, intp=I64) as loop:
-        column = builder.mul(loop.index, I64(2 * DEEP))
+        column = builder.mul(loop.index, tile_step)
         line = builder.mul(loop.index, builder.mul(panel_step, I64(DEEP // 2)))
 
         def load(register: int, base: Any, offset: Any, step: Any) -> None:
@@ -120,25 +121,44 @@ def _emit_product(builder: Any, panels: int, args: Any) -> None:
 
 
 def make_product(panels: int) -> Any:
-    """Make `product(low, high, row_step, panel, panel_bytes, panel_step, deep, out, ahead)`.
+    """Make `product(low, high, row_step, tile_step, panel, panel_bytes, panel_step, deep, out, ahead)`.
 
-    low, high: addresses of 16 weight rows each; panel: the first of `panels` (1 or 2) panels that lie panel_bytes apart
+    low, high: addresses of the first tiles of 16 weight rows each, tile_step from the next along the width; panel: the first of `panels` (1 or 2) panels that lie panel_bytes apart
     and have rows of panel_step bytes; deep: tiles along the width.  out: tiles of float32 [16 rows, 16 tokens], the
     first panel's low and high rows, then the second's.  ahead: how many bytes behind these rows the next ones lie.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
     def product(
-        typing: Any, low: Any, high: Any, row_step: Any, panel: Any, panel_bytes: Any, panel_step: Any, deep: Any,
-        out: Any, ahead: Any,
+        typing: Any, low: Any, high: Any, row_step: Any, tile_step: Any, panel: Any, panel_bytes: Any, panel_step: Any,
+        deep: Any, out: Any, ahead: Any,
     ) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _emit_product(builder, panels, args)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), code
+        return types.void(*[types.int64] * 10), code
 
     return product
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def lay_tiles(typing: Any, low: Any, high: Any, row_step: Any, deep: Any, target: Any) -> Any:
+    """Lay two times 16 weight rows of `deep` tiles as whole tiles at `target`: low, high, the next low, and so on."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        low, high, row_step, deep, target = args
+        with cgutils.for_range(builder, deep, intp=I64) as loop:
+            column = builder.mul(loop.index, I64(2 * DEEP))
+            place = builder.add(target, builder.mul(loop.index, I64(2 * TILE_BYTES)))
+            for number, base in enumerate((low, high)):
+                for r in range(TILE):
+                    row = builder.add(builder.add(base, column), builder.mul(row_step, I64(r)))
+                    line = load_lanes(builder, row, I16, DEEP, None)
+                    store_lanes(builder, line, builder.add(place, I64(TILE_BYTES * number + 2 * DEEP * r)), None)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), code
 
 
 def _turned(builder: Any, rows: list[Any]) -> list[Any]:

@@ -79,6 +79,36 @@ def test_experts_share_out_their_tasks_and_keep_every_bit(tokens: int) -> None:
     assert (results[0].float() - expected).abs().max() <= 2e-2 * expected.abs().max()
 
 
+def shifted(weight: torch.Tensor, by: int) -> torch.Tensor:
+    """The weight where it begins `by` bytes behind a multiple of 64, as a file may have it."""
+    size = weight.numel()
+    room = torch.empty(size + 64, dtype=torch.bfloat16)
+    begin = (-room.data_ptr() % 64 + by) // 2
+    return room[begin : begin + size].view(weight.shape).copy_(weight)
+
+
+@needs_tiles
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 97, 1100])
+def test_where_a_weight_begins_changes_no_bit(tokens: int, threads: int) -> None:
+    torch.manual_seed(4)
+    tiles = Tiles(Team(threads))
+    weight, bias = torch.randn(1000, 352).bfloat16(), torch.randn(1000)
+    gate_up, down = torch.randn(2 * 544, 96).bfloat16(), torch.randn(96, 544).bfloat16()
+    x, y = torch.randn(tokens, 352).bfloat16(), torch.randn(tokens, 96).bfloat16()
+    expert, share = torch.zeros(tokens, 1, dtype=torch.int32), torch.rand(tokens, 1)
+    results = [
+        (
+            TileLinear(tiles, shifted(weight, by), bias)(x),
+            TileExperts(tiles, [shifted(gate_up, by)], [shifted(down, by)])(y, expert, share),
+        )
+        for by in (0, 2, 8, 56)
+    ]
+    for linear, experts in results[1:]:
+        assert torch.equal(linear, results[0][0])
+        assert torch.equal(experts, results[0][1])
+
+
 @needs_tiles
 def test_infinity_and_nan_stay_with_their_token(tiles: Tiles) -> None:
     x = torch.randn(20, 64).bfloat16()

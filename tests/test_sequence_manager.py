@@ -253,6 +253,27 @@ def test_the_disk_lets_more_be_active_than_the_home_holds() -> None:
     assert manager.wasted_tokens == 0
 
 
+def test_with_a_disk_only_pages_that_still_fill_are_at_home_while_others_wait() -> None:
+    """Of 6 pages of a sequence 2 at most are at home then, so a home of 60 holds 30 sequences and more."""
+    manager = make(slots=40, pages=60, budget=400, disk_pages=400, streamed_most=15)
+    manager.admit([entry(i, 16, 8) for i in range(8)])
+    boundary(manager)
+    advance(manager)
+    assert len(manager.active) == 8  # in no need of the disk
+    assert not manager.places.spills(manager.active).any()
+    manager.admit([entry(i, 16, 8) for i in range(8, 120)])
+    for _ in range(2):
+        boundary(manager)
+        advance(manager)
+    assert len(manager.active) >= 28
+    for _ in range(3):
+        boundary(manager)
+        assert len(manager.active) >= 28
+        for _ in range(4):
+            advance(manager)
+    assert manager.wasted_tokens == 0
+
+
 def test_what_is_suspended_keeps_its_kv_and_goes_on_where_it_was() -> None:
     manager = make()
     manager.admit([entry(0, 6, 9), entry(1, 5, 9)])
