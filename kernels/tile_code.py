@@ -1,10 +1,11 @@
 """Matrix tiles (AMX): the machine's own product of 16 x 32 bfloat16 weights with 32 x 16 bfloat16 tokens.
 
-A tile register holds 16 rows of 64 bytes.  Weights are the left operand, loaded as they lie, 16 plain rows, 32 numbers
-of each, or laid tile behind tile (`lay_tiles`) where they pass again and again: rows that begin at no multiple of
-64, as in most files, make a product a quarter slower.  Tokens are the right one and must be laid in panels first: a panel holds up to 16 tokens, row i of it the
-numbers 2 i and 2 i + 1 of each (`pack_panel`).  The result is 16 weight rows x 16 tokens in float32.  Two weight tiles
-meet one or two panels, so at most four results stand in registers 0 - 3, weights in 4 and 5, panels in 6 and 7.
+A tile register holds 16 rows of 64 bytes.  Weights are the left operand, loaded as they lie (16 plain rows, 32 numbers
+of each) or laid tile behind tile (`lay_tiles`) where they pass again and again: rows that begin at no multiple of 64,
+as in most files, make a product a quarter slower.  Tokens are the right one and must be laid in panels first: a panel
+holds up to 16 tokens, row i of it the numbers 2 i and 2 i + 1 of each (`pack_panel`).  The result is 16 weight rows x
+16 tokens in float32.  Two weight tiles meet one or two panels, so at most four results stand in registers 0 - 3,
+weights in 4 and 5, panels in 6 and 7.
 
 Each number of a result adds its products along the width in one fixed order, whoever stands beside it, so a token's
 numbers do not depend on its company.  The machine flushes denormal numbers to zero; NaN and infinity stay.
@@ -123,9 +124,10 @@ def _emit_product(builder: Any, panels: int, args: Any) -> None:
 def make_product(panels: int) -> Any:
     """Make `product(low, high, row_step, tile_step, panel, panel_bytes, panel_step, deep, out, ahead)`.
 
-    low, high: addresses of the first tiles of 16 weight rows each, tile_step from the next along the width; panel: the first of `panels` (1 or 2) panels that lie panel_bytes apart
-    and have rows of panel_step bytes; deep: tiles along the width.  out: tiles of float32 [16 rows, 16 tokens], the
-    first panel's low and high rows, then the second's.  ahead: how many bytes behind these rows the next ones lie.
+    low, high: addresses of the first tiles of 16 weight rows each, tile_step from the next along the width; panel: the
+    first of `panels` (1 or 2) panels that lie panel_bytes apart and have rows of panel_step bytes; deep: tiles along
+    the width.  out: tiles of float32 [16 rows, 16 tokens], the first panel's low and high rows, then the second's.
+    ahead: how many bytes behind these rows the next ones lie.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
