@@ -125,15 +125,15 @@ def _make_room(manager: SequenceManager, eviction: Eviction, outcome: Outcome) -
     places, slots = manager.places, eviction.slots
     outcome.yields += len(slots)
     if eviction.way is Way.DEMOTE:
-        outcome.copy(int((-(-manager.with_kv[slots] // PAGE) - places.stored[slots] // PAGE).sum()))
-        places.stored[slots] = manager.with_kv[slots]
+        outcome.copy(int((-(-manager.active_set.with_kv[slots] // PAGE) - places.stored[slots] // PAGE).sum()))
+        places.stored[slots] = manager.active_set.with_kv[slots]
     manager.evicted(eviction)
 
 
 def _refill(manager: SequenceManager, outcome: Outcome) -> None:
     manager.refill()
     ready = manager.promote()
-    outcome.copy(int((-(-manager.with_kv[ready] // PAGE)).sum()))
+    outcome.copy(int((-(-manager.active_set.with_kv[ready] // PAGE)).sum()))
     manager.promoted(ready)
 
 
@@ -144,10 +144,10 @@ def _step(manager: SequenceManager, job: Job, outcome: Outcome) -> int:
         return 0
     through = plan.slots[plan.resident :]
     decoding = through[np.diff(plan.first)[plan.resident :] == 1]
-    outcome.step(len(plan.ids), int((-(-manager.with_kv[decoding] // PAGE)).sum()))
+    outcome.step(len(plan.ids), int((-(-manager.active_set.with_kv[decoding] // PAGE)).sum()))
     drawn = plan.slots[plan.emits]
-    decoded = manager.known[drawn] - manager.prompt[drawn] + 1
-    stopped = decoded >= job.answers[manager.sequence[drawn]]
+    decoded = manager.active_set.decoded(drawn) + 1
+    stopped = decoded >= job.answers[manager.active_set.sequence[drawn]]
     ended = manager.commit(plan, np.zeros(len(drawn), np.int32), stopped, np.zeros(len(drawn), bool))
     manager.retire(ended)
     return len(ended.slots)

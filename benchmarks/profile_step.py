@@ -43,7 +43,8 @@ from work import Lengths, ModelShape, Work, make_work, run_job, write_requests
 
 from bgmpi.io.demo_model import demo_model
 from bgmpi.kernels.team import Team
-from bgmpi.sequence_manager import SequenceManager, StepPlan
+from bgmpi.sequence_manager import SequenceManager
+from bgmpi.step_plan import StepPlan
 
 SEQUENCES = 64
 OVERHEAD_LIMIT = 0.10

@@ -22,7 +22,8 @@ from bgmpi.executor import Executor
 from bgmpi.model import Model
 from bgmpi.moe import Router
 from bgmpi.sampling import Sampler
-from bgmpi.sequence_manager import SequenceManager, StepPlan
+from bgmpi.sequence_manager import SequenceManager
+from bgmpi.step_plan import StepPlan
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ def watched() -> Iterator[Watched]:
         def plan(manager: SequenceManager) -> StepPlan | None:
             found: StepPlan | None = call(manager)
             if found is not None:
-                seen.steps.append(Step(found, manager.prompt[found.slots], time.perf_counter()))
+                seen.steps.append(Step(found, manager.active_set.prompt[found.slots], time.perf_counter()))
             return found
 
         return plan

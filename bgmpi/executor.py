@@ -31,8 +31,8 @@ from bgmpi.kernels.backend import AttentionPlan, Backend
 from bgmpi.kv_places import KvPlaces
 from bgmpi.kv_stream import KvStream, Passage, passage
 from bgmpi.model import Attend, Model
-from bgmpi.sequence_manager import StepPlan
 from bgmpi.shard import Shard
+from bgmpi.step_plan import StepPlan
 
 NOWHERE = -1
 Head = Callable[[torch.Tensor], torch.Tensor]

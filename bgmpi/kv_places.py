@@ -128,6 +128,15 @@ class KvPlaces:
             resident = self.resident[slots]
             self.device.extend(slots[resident], tokens[resident])
 
+    def reserve_disk(self, slots: Slots, tokens: NDArray[np.int64]) -> None:
+        """Hold disk pages for those that sequences with pages there will have full at `tokens` int64 [k]; a full disk
+        leaves them at home."""
+        if self.disk is None:
+            return
+        grow = tokens // self.page_tokens - self.disk.held[slots]
+        for place in np.flatnonzero((self.disk.held[slots] > 0) & (grow > 0)).tolist():
+            self.disk.take(int(slots[place]), int(grow[place]))
+
     # --- between device and home ----------------------------------------------------------------------------------
 
     def begin_promotion(self, slot: int, tokens: int, most: int, spare: int) -> bool:

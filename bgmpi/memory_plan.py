@@ -21,8 +21,9 @@ from bgmpi.errors import UsageError
 #: Answers with the text of a file, None where there is none.
 Read = Callable[[str], str | None]
 
-#: Share of the device for stream buffers, where that is more than the longest sequence needs.
-_STREAM_SHARE = 4
+#: The part of the device for stream buffers, where that is more than the longest sequence needs: small buffers mean
+#: many small micro-batches (a quarter is a tenth slower than half, in benchmarks/host_memory.py).
+_STREAM_SHARE = 2
 _V1 = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _V2 = ("/sys/fs/cgroup", "memory.max", "memory.current", "")
 

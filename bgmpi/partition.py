@@ -100,7 +100,7 @@ def unshard(sharded: Sharded, store: HostStore, manager: SequenceManager) -> int
     """Collective over the group: end it; the leader has all KV at home again, the others drop theirs -> bytes that this
     rank got."""
     group, heads = sharded.group, sharded.heads
-    slot = int(manager.slots_of(np.array([sharded.sequence], np.int64))[0])
+    slot = int(manager.active_set.slots_of(np.array([sharded.sequence], np.int64))[0])
     kv = manager.kv
     mine = kv.table[slot, : kv.held[slot]].astype(np.int64)
     everyone = np.empty((group.size, len(mine)), np.int64)
@@ -122,16 +122,16 @@ def unshard(sharded: Sharded, store: HostStore, manager: SequenceManager) -> int
 def _may_lead(sequence: int, manager: SequenceManager) -> bool:
     """Say whether the sequence is all that this rank has, its KV at home."""
     slots = manager.active
-    alone = len(slots) == 1 and manager.sequence[slots[0]] == sequence and not manager.backlog
+    alone = len(slots) == 1 and manager.active_set.sequence[slots[0]] == sequence and not manager.backlog
     return bool(alone and not manager.places.spills(slots)[0])
 
 
 def _position(manager: SequenceManager, sequence: int) -> Position:
-    slot = int(manager.slots_of(np.array([sequence], np.int64))[0])
-    known, with_kv = int(manager.known[slot]), int(manager.with_kv[slot])
+    active = manager.active_set
+    slot = int(active.slots_of(np.array([sequence], np.int64))[0])
+    tokens, with_kv = active.tokens[slot, : active.known[slot]].copy(), int(active.with_kv[slot])
     pages = manager.kv.table[slot, : manager.kv.pages_for(with_kv)].copy()
-    tokens = manager.tokens[slot, :known].copy()
-    return Position(sequence, tokens, int(manager.prompt[slot]), int(manager.most[slot]), with_kv, pages)
+    return Position(sequence, tokens, int(active.prompt[slot]), int(active.most[slot]), with_kv, pages)
 
 
 def _spread(group: Group, leader: int, position: Position) -> Position:

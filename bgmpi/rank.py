@@ -30,8 +30,9 @@ from bgmpi.partition import Sharded, shard, unshard
 from bgmpi.primitives import FEW_ACTIVE, NOBODY, Deed, Ids, Migrate, Partition, Reported, Run
 from bgmpi.request import Answer, Finish, Request
 from bgmpi.sampling import Drawn, Sampler
-from bgmpi.sequence_manager import Ended, SequenceManager, StepPlan, Way
+from bgmpi.sequence_manager import Ended, SequenceManager, Way
 from bgmpi.shard import Shard
+from bgmpi.step_plan import StepPlan
 from bgmpi.tally import Moves
 from bgmpi.transcript import Transcript, close_transcript, open_transcript
 from bgmpi.world import World
@@ -106,7 +107,7 @@ class Rank:
     def suspend(self, sequences: Ids) -> None:
         """YIELD active sequences and hold them, their KV at home.  Local."""
         begun, manager = self.clock(), self.manager
-        slots = manager.slots_of(sequences)
+        slots = manager.active_set.slots_of(sequences)
         moved = self._bring_home(slots)
         for slot in manager.suspend(sequences).tolist():
             self._vacate(slot)
@@ -171,15 +172,15 @@ class Rank:
             moves=manager.take_moves(),
             free_pages=manager.kv.free,
             pool_pages=manager.kv.pages,
-            slots_free=manager.slots_free,
+            slots_free=manager.active_set.free,
             backlog=len(manager.backlog),
             steps=tally.steps,
             prompt_tokens=manager.prompt_tokens - tally.prompt,
             generated_tokens=manager.generated_tokens - tally.generated,
             wasted_tokens=manager.wasted_tokens - tally.wasted,
             seconds=tally.seconds,
-            active=manager.sequence[few],
-            decoded=manager.known[few] - manager.prompt[few],
+            active=manager.active_set.sequence[few],
+            decoded=manager.active_set.decoded(few),
             deeds=deeds,
         )
 
@@ -195,10 +196,10 @@ class Rank:
         kv.settle()
         while (eviction := manager.evict()) is not None:
             begun, slots, moved = self.clock(), eviction.slots, 0
-            names = manager.sequence[slots].copy()
+            names = manager.active_set.sequence[slots].copy()
             match eviction.way:
                 case Way.DEMOTE:
-                    moved = kv.demote(manager.places, slots, manager.with_kv[slots])
+                    moved = kv.demote(manager.places, slots, manager.active_set.with_kv[slots])
                 case Way.SPILL:
                     moved = kv.spill(manager.places, slots)
                 case Way.GIVE_UP:
@@ -213,9 +214,9 @@ class Rank:
         slots = manager.recall()
         if len(slots):
             kv.settle()
-            moved = kv.recall(manager.places, slots, manager.with_kv[slots])
+            moved = kv.recall(manager.places, slots, manager.active_set.with_kv[slots])
             manager.recalled(slots)
-            self._note("combine", begun, manager.sequence[slots], moved)
+            self._note("combine", begun, manager.active_set.sequence[slots], moved)
 
     def _bring_home(self, slots: NDArray[np.int64]) -> int:
         """Let all KV of these slots be at home -> bytes copied."""
@@ -224,7 +225,7 @@ class Rank:
         if manager.places.device is None:
             return 0
         resident = slots[manager.places.resident[slots]]
-        moved = kv.demote(manager.places, resident, manager.with_kv[resident])
+        moved = kv.demote(manager.places, resident, manager.active_set.with_kv[resident])
         manager.places.end_demotion(resident)
         return moved
 
@@ -238,7 +239,7 @@ class Rank:
         manager = self.manager
         willing = True
         if order.leader == self.world.rank:
-            slots = manager.slots_of(np.array([order.sequence], np.int64))
+            slots = manager.active_set.slots_of(np.array([order.sequence], np.int64))
             self._bring_home(slots)
             willing = not self._scores(int(slots[0]))
         self._sharded = shard(order, group, ready.own_heads, self.store, manager, willing=willing)
@@ -264,7 +265,7 @@ class Rank:
     def _agree(self, tokens: int, more: bool) -> tuple[int, bool]:
         """Return the fullest rank's tokens, and whether a rank starves while rank 0 has sequences that wait."""
         manager = self.manager
-        room = manager.slots_free > len(manager.active) // 8 and manager.kv.free > manager.kv.pages // 8
+        room = manager.active_set.free > len(manager.active) // 8 and manager.kv.free > manager.kv.pages // 8
         starving = more and not manager.backlog and room
         if self.world.size == 1 or not self.executor.lockstep:
             return tokens, starving
@@ -315,7 +316,7 @@ class Rank:
 
     def _draw_slice(self, logits: torch.Tensor, slots: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return token, stopped, fault, stopped by its token of each slot, int32 [4, n]."""
-        generated = self.manager.known[slots] - self.manager.prompt[slots]
+        generated = self.manager.active_set.decoded(slots)
         drawn = self.sampler.draw(logits, slots, generated)
         self._record(slots, drawn)
         self._greet(slots)
@@ -336,9 +337,9 @@ class Rank:
         ready = manager.promote()
         if len(ready):
             self.executor.kv.settle()
-            moved = self.executor.kv.promote(manager.places, ready, manager.with_kv[ready])
+            moved = self.executor.kv.promote(manager.places, ready, manager.active_set.with_kv[ready])
             manager.promoted(ready)
-            self._note("combine", begun, manager.sequence[ready], moved)
+            self._note("combine", begun, manager.active_set.sequence[ready], moved)
 
     def _vacate(self, slot: int) -> None:
         self.sampler.clear(slot)
@@ -348,14 +349,14 @@ class Rank:
     def _listen(self, slots: NDArray[np.int64], drawn: Drawn) -> NDArray[np.bool_]:
         """Feed the rows that have stop texts and note what stopped a row; -> bool [B], those whose stop text came."""
         for index in np.flatnonzero(drawn.stop_token >= 0).tolist():
-            self.live[int(self.manager.sequence[slots[index]])].stop_reason = int(drawn.stop_token[index])
+            self.live[int(self.manager.active_set.sequence[slots[index]])].stop_reason = int(drawn.stop_token[index])
         heard = np.zeros(len(slots), bool)
         if not self._listening:
             return heard
         for index, slot in enumerate(slots.tolist()):
             if slot not in self._listening or drawn.fault[index]:
                 continue
-            transcript = self.live[int(self.manager.sequence[slot])]
+            transcript = self.live[int(self.manager.active_set.sequence[slot])]
             assert transcript.stream is not None
             if drawn.stopped[index] and not transcript.request.sampling.include_stop:
                 continue
@@ -367,16 +368,16 @@ class Rank:
 
     def _greet(self, slots: NDArray[np.int64]) -> None:
         """Note the moment of each sequence's first token."""
-        first = slots[self.manager.known[slots] == self.manager.prompt[slots]]
+        first = slots[self.manager.active_set.decoded(slots) == 0]
         if len(first):
             now = self.clock()
-            for sequence in self.manager.sequence[first].tolist():
+            for sequence in self.manager.active_set.sequence[first].tolist():
                 self.live[sequence].first_token_s = now
 
     def _record(self, slots: NDArray[np.int64], drawn: Drawn) -> None:
         if drawn.chosen is None or drawn.top_ids is None or drawn.top is None:
             return
-        for index, sequence in enumerate(self.manager.sequence[slots].tolist()):
+        for index, sequence in enumerate(self.manager.active_set.sequence[slots].tolist()):
             pieces = self.live[sequence].logprobs
             if pieces is not None and not drawn.fault[index]:
                 one = slice(index, index + 1)
@@ -388,28 +389,28 @@ class Rank:
         for index, slot in enumerate(plan.slots.tolist()):
             if slot not in self._scoring:
                 continue
-            pieces = self.live[int(manager.sequence[slot])].prompt_logprobs
+            pieces = self.live[int(manager.active_set.sequence[slot])].prompt_logprobs
             assert pieces is not None
-            before, prompt = int(plan.before[index]), int(manager.prompt[slot])
+            before, prompt = int(plan.before[index]), int(manager.active_set.prompt[slot])
             low = max(before, pieces.count - 1)
             high = min(before + int(plan.first[index + 1] - plan.first[index]), prompt - 1)
             for start in range(low, high, 64):
                 stop = min(start + 64, high)
                 rows = hidden[int(plan.first[index]) + start - before : int(plan.first[index]) + stop - before]
-                targets = manager.tokens[slot, start + 1 : stop + 1]
+                targets = manager.active_set.tokens[slot, start + 1 : stop + 1]
                 pieces.add(*self.sampler.prompt_logprobs(logits(rows), targets, pieces.width))
 
     def _scores(self, slot: int) -> bool:
         """Say whether log-probabilities of prompt tokens are still to come: the leader alone would ask the group's head
         for them."""
-        pieces = self.live[int(self.manager.sequence[slot])].prompt_logprobs
-        return pieces is not None and pieces.count < int(self.manager.prompt[slot])
+        pieces = self.live[int(self.manager.active_set.sequence[slot])].prompt_logprobs
+        return pieces is not None and pieces.count < int(self.manager.active_set.prompt[slot])
 
     def _answer(self, ended: Ended, by_token: set[int]) -> None:
         manager, now = self.manager, self.clock()
         for slot, finish in zip(ended.slots.tolist(), ended.finish.tolist(), strict=True):
-            tokens = manager.tokens[slot, manager.prompt[slot] : manager.known[slot]].copy()
-            transcript = self.live.pop(int(manager.sequence[slot]))
+            tokens = manager.active_set.generated(slot)
+            transcript = self.live.pop(int(manager.active_set.sequence[slot]))
             self.sink(
                 close_transcript(
                     transcript, tokens, Finish(finish), slot in by_token, now, self.tokenizer

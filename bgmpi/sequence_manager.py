@@ -3,9 +3,6 @@
 Pure: it is told what the device drew and answers with what to compute next; it knows no tensor, no text, no clock.
 The active set is re-formed all the time: a sequence that ends is replaced at once from the backlog.
 
-Prefill and decode are not told apart.  An active sequence has `known` tokens (prompt and generated) of which the first
-`with_kv` are in the cache; a step computes missing ones, single missing tokens first, then chunks within the budget.
-
 Page boundary, in the paper's order: wait for pending appends (executor), retire the finished, extend or YIELD where
 pages run short (`evict`, as often as it names somebody), refill and promote.  The oldest active sequence is never made
 to yield, and the backlog is opened strictly oldest first, so every sequence advances (law 6).
@@ -15,19 +12,18 @@ code, and what benchmarks/hold_policy.py shows to be better by one to five perce
 a device the yielded KV goes home; at home its full pages go to the disk tier; where there is none the sequence gives
 its KV up and computes it again, its tokens are kept.
 
-Invariant: one owner of every slot and page, `check` proves it.  Rejected: one object per sequence, because a step then
-costs Python time per sequence.
+Invariant: one owner of every slot and page, `check` proves it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bgmpi.active_set import ActiveSet
 from bgmpi.backlog import NO_PAGES, Backlog, Entry
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
@@ -35,6 +31,7 @@ from bgmpi.kv_places import KvPlaces
 from bgmpi.paged_kv import RESERVE, Pages
 from bgmpi.primitives import Ids, Moved
 from bgmpi.request import Finish
+from bgmpi.step_plan import StepPlan, plan_step
 
 NOT_ENDED = -1
 
@@ -64,24 +61,6 @@ class Eviction:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step computes.  S sequences, T tokens.
-
-    slots int64 [S]; first int32 [S + 1], token offsets; before int32 [S], tokens already in the cache; ids, positions
-    int64 [T]; emits bool [S], the sequences whose last known token is in this step and that draw a next one.  The first
-    `resident` sequences have their KV where they compute, the others are streamed.
-    """
-
-    slots: NDArray[np.int64]
-    first: NDArray[np.int32]
-    before: NDArray[np.int32]
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    emits: NDArray[np.bool_]
-    resident: int
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     """Sequences that ended in a step: slots int64 [k], finish int8 [k] (`Finish`)."""
 
@@ -105,20 +84,11 @@ class SequenceManager:
         self.kv = places.home
         self.budget = budget
         self.backlog = Backlog()
-        self.sequence: NDArray[np.int64] = np.full(slots, -1, np.int64)
-        self.known: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self.with_kv: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self.prompt: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self.most: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self.order: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self.tokens: NDArray[np.int32] = np.zeros((slots, min(256, most_tokens)), np.int32)
+        self.active_set = ActiveSet(slots, most_tokens)
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.wasted_tokens = 0
         self._hold = hold
-        self._most_tokens = most_tokens
-        self._active: NDArray[np.int64] = np.empty(0, np.int64)
-        self._free_slots: list[int] = list(range(slots - 1, -1, -1))
         self._computed_before: dict[int, int] = {}
         self._admitted = 0
         self._moves: list[tuple[State, list[int]]] = []
@@ -177,7 +147,7 @@ class SequenceManager:
 
         Those resident on a device must have been demoted before.  Rank 0 ordered it, so it is not told.
         """
-        slots = self.slots_of(sequences)
+        slots = self.active_set.slots_of(sequences)
         for slot in slots.tolist():
             order, entry = self._lift(slot, keep=True)
             self.backlog.hold(order, entry)
@@ -197,32 +167,21 @@ class SequenceManager:
 
         False, and no change, when something else is active or waits, or there is no room.
         """
-        if len(self._active) or self.backlog:
+        if len(self.active_set) or self.backlog:
             return False
-        slot = self._free_slots[-1]
-        if not self.places.open(slot, entry, spare=0):
+        if not self.places.open(self.active_set.next_free(), entry, spare=0):
             return False
-        self._free_slots.pop()
         self._silent.add(entry.sequence)
-        self._place(slot, self._admitted, entry)
+        self.active_set.place(self._admitted, entry)
         self._admitted += 1
-        self._active = np.array([slot], np.int64)
         return True
 
     def forget(self, sequence: int) -> int:
         """Drop an active copy that `follow` took; -> its former slot."""
-        slot = int(self.slots_of(np.array([sequence], np.int64))[0])
+        slot = int(self.active_set.slots_of(np.array([sequence], np.int64))[0])
         self._leave(np.array([slot], np.int64))
         self._silent.discard(sequence)
         return slot
-
-    def slots_of(self, sequences: Ids) -> NDArray[np.int64]:
-        """Return the slots of active sequences, int64 [k], in the order named; raises InternalError for another."""
-        found = {int(self.sequence[slot]): slot for slot in self._active.tolist()}
-        missing = [one for one in sequences.tolist() if one not in found]
-        if missing:
-            raise InternalError(f"sequences {missing} are not active on this rank")
-        return np.array([found[one] for one in sequences.tolist()], np.int64)
 
     def take_moves(self) -> tuple[Moved, ...]:
         """Return what became of the sequences since the last call, oldest first."""
@@ -233,12 +192,7 @@ class SequenceManager:
     @property
     def active(self) -> NDArray[np.int64]:
         """Slots of the active sequences, oldest first, int64 [S]."""
-        return self._active
-
-    @property
-    def slots_free(self) -> int:
-        """Active sequences that could still be added."""
-        return len(self._free_slots)
+        return self.active_set.slots
 
     # --- page boundary --------------------------------------------------------------------------------------------
 
@@ -247,14 +201,14 @@ class SequenceManager:
 
         Call `evicted` when their bytes have moved, then ask again.
         """
-        slots, places = self._active, self.places
-        places.grow(slots, self.known[slots])
+        slots, places, known = self.active, self.places, self.active_set.known
+        places.grow(slots, known[slots])
         dry = int(self.kv.dry(slots).sum())
         if places.disk is not None and (spill := self._choose_spills(max(dry, self._pressed()))):
             return spill
         if dry:
             while self._strip():
-                places.grow(slots, self.known[slots])
+                places.grow(slots, known[slots])
                 if not self.kv.dry(slots).any():
                     break
             else:
@@ -283,25 +237,20 @@ class SequenceManager:
     def refill(self) -> list[tuple[int, Entry]]:
         """Open backlog sequences, oldest first, while slots and pages last -> the (slot, entry) that became active."""
         opened: list[tuple[int, Entry]] = []
-        spare = self.kv.growing(self._active)
-        while self.backlog and self._free_slots:
+        active = self.active_set
+        spare = self.kv.growing(active.slots)
+        while self.backlog and active.free:
             order, entry = self.backlog.first()
-            slot = self._free_slots[-1]
             crowded = self._could_start() * self.kv.pages_for(entry.most) > self.kv.free
-            if not self.places.open(slot, entry, spare, crowded=crowded):
-                if len(self._active) or opened or not self._strip():
+            if not self.places.open(active.next_free(), entry, spare, crowded=crowded):
+                if len(active) or not self._strip():
                     break
                 continue  # nobody would ever make room: what younger ones keep must go
             self.backlog.pop()
-            self._free_slots.pop()
-            self._place(slot, order, entry)
+            slot = active.place(order, entry)
             opened.append((slot, entry))
             spare += self.kv.growing(np.array([slot]))
-        if opened:
-            slots = np.array([slot for slot, _ in opened], np.int64)
-            merged = np.concatenate((self._active, slots))
-            self._active = merged[np.argsort(self.order[merged], kind="stable")]
-            self._moved(State.ACTIVE, self.sequence[slots].tolist())
+        self._moved(State.ACTIVE, [entry.sequence for _, entry in opened])
         return opened
 
     def recall(self) -> NDArray[np.int64]:
@@ -310,7 +259,7 @@ class SequenceManager:
 
         -> slots int64 [k]; call `recalled` when the bytes are there.
         """
-        places, slots = self.places, self._active
+        places, slots = self.places, self.active
         if places.disk is None or self.backlog or not places.spills(slots).any():
             return slots[:0]
         ahead = self.kv.limit[slots] - self.kv.base[slots] - self.kv.held[slots] - self.kv.reserved[slots]
@@ -326,15 +275,15 @@ class SequenceManager:
 
         -> slots int64 [k]; call `promoted` when the bytes are there.
         """
-        device, slots = self.places.device, self._active
+        device, slots, active = self.places.device, self.active, self.active_set
         chosen: list[int] = []
         if device is None:
             return slots[:0]
         ready = slots[~self.places.resident[slots] & ~self.places.spills(slots)]
-        ready = ready[(self.known[ready] - self.with_kv[ready] == 1) & (device.held[ready] == 0)]
+        ready = ready[(active.missing(ready) == 1) & (device.held[ready] == 0)]
         spare = device.growing(slots[self.places.resident[slots]])
         for slot in ready.tolist():
-            if not self.places.begin_promotion(slot, int(self.known[slot]), int(self.most[slot]), spare):
+            if not self.places.begin_promotion(slot, int(active.known[slot]), int(active.most[slot]), spare):
                 break
             spare += device.growing(np.array([slot]))
             chosen.append(slot)
@@ -342,47 +291,13 @@ class SequenceManager:
 
     def promoted(self, slots: NDArray[np.int64]) -> None:
         """Commit a promotion whose bytes have moved."""
-        self.places.end_promotion(slots, self.with_kv[slots])
+        self.places.end_promotion(slots, self.active_set.with_kv[slots])
 
     # --- step -----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """Choose what the next step computes; None when nothing can run."""
-        slots, places = self._active, self.places
-        missing = self.known[slots] - self.with_kv[slots]
-        if not places.stream:
-            runs = places.resident[slots] | (missing > 1)
-            slots, missing = slots[runs], missing[runs]
-        if not len(slots):
-            return None
-        resident = places.resident[slots]
-        count = missing
-        if (missing != 1).any():
-            slots, missing, resident = _sorted(missing > 1, slots, missing, resident)
-            count = np.clip(self.budget - (np.cumsum(missing) - missing), 0, missing)
-            slots, count, resident = slots[count > 0], count[count > 0], resident[count > 0]
-        if not resident.all():
-            slots, count, resident = _sorted(~resident, slots, count, resident)
-            self._reserve_disk(slots[~resident], count[~resident])
-        before = self.with_kv[slots]
-        first = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(count, out=first[1:])
-        which = np.repeat(slots, count)
-        positions = np.arange(first[-1]) + np.repeat(before - first[:-1], count)
-        ids = self.tokens[which, positions].astype(np.int64)
-        known = self.known[slots]
-        emits = (before + count == known) & (known < self.most[slots])
-        return StepPlan(slots, first, before.astype(np.int32), ids, positions, emits, int(resident.sum()))
-
-    def _reserve_disk(self, slots: NDArray[np.int64], count: NDArray[np.int64]) -> None:
-        """Hold disk pages for those that sequences with pages there fill in this step; a full disk leaves them at
-        home."""
-        disk = self.places.disk
-        if disk is None:
-            return
-        grow = (self.with_kv[slots] + count) // disk.page_tokens - disk.held[slots]
-        for place in np.flatnonzero((disk.held[slots] > 0) & (grow > 0)).tolist():
-            disk.take(int(slots[place]), int(grow[place]))
+        return plan_step(self.active_set, self.places, self.budget)
 
     def commit(
         self,
@@ -395,27 +310,27 @@ class SequenceManager:
 
         A faulted sequence gets no token.  The ended ones stay in their slots until `retire`.
         """
-        count = np.diff(plan.first)
+        active, count = self.active_set, np.diff(plan.first)
         self._count_work(plan, count)
-        self.with_kv[plan.slots] += count
+        active.with_kv[plan.slots] += count
         drawn = plan.slots[plan.emits]
         good = drawn[~fault]
-        self.tokens[good, self.known[good]] = tokens[~fault]
-        self.known[good] += 1
+        active.tokens[good, active.known[good]] = tokens[~fault]
+        active.known[good] += 1
         finish = np.full(len(drawn), NOT_ENDED, np.int8)
-        finish[self.known[drawn] >= self.most[drawn]] = Finish.LENGTH
+        finish[active.known[drawn] >= active.most[drawn]] = Finish.LENGTH
         finish[stopped] = Finish.STOP
         finish[fault] = Finish.ERROR
         ended = finish != NOT_ENDED
         going = drawn[~ended]
-        crossing = going[self.known[going] > self.kv.end(going)]
+        crossing = going[active.known[going] > self.kv.end(going)]
         if len(crossing):
-            self.places.grow(crossing, self.known[crossing])
+            self.places.grow(crossing, active.known[crossing])
         streamed = plan.slots[plan.resident :]
         if len(streamed) and self.places.disk is not None:
             self.places.end_spill(streamed[self.places.spills(streamed)])
         silent = plan.slots[~plan.emits]
-        silent = silent[self.with_kv[silent] >= self.most[silent]]
+        silent = silent[active.with_kv[silent] >= active.most[silent]]
         slots = np.concatenate((drawn[ended], silent))
         return Ended(slots, np.concatenate((finish[ended], np.full(len(silent), Finish.LENGTH, np.int8))))
 
@@ -424,36 +339,33 @@ class SequenceManager:
         if not len(ended.slots):
             return
         failed = ended.finish == Finish.ERROR
-        self._moved(State.DONE, self.sequence[ended.slots[~failed]].tolist())
-        self._moved(State.FAILED, self.sequence[ended.slots[failed]].tolist())
-        self._silent.difference_update(self.sequence[ended.slots].tolist())
+        sequence = self.active_set.sequence
+        self._moved(State.DONE, sequence[ended.slots[~failed]].tolist())
+        self._moved(State.FAILED, sequence[ended.slots[failed]].tolist())
+        self._silent.difference_update(sequence[ended.slots].tolist())
         self._leave(ended.slots)
 
     def check(self) -> None:
         """Raise InternalError unless every law of this rank's sequences holds (laws 3 and 4)."""
-        active = self._active
-        known, with_kv, most = self.known[active], self.with_kv[active], self.most[active]
-        self.places.check(active, known)
-        waiting = list(self.backlog)
-        everyone = np.concatenate((self.sequence[active], np.array([entry.sequence for entry in waiting], np.int64)))
+        active = self.active_set
+        active.check()
+        self.places.check(active.slots, active.known[active.slots])
+        waiting = np.array([entry.sequence for entry in self.backlog], np.int64)
+        everyone = np.concatenate((active.sequence[active.slots], waiting))
         if len(np.unique(everyone)) != len(everyone):
             raise InternalError("a sequence is active or waiting twice on this rank")
-        if len(active) + len(self._free_slots) != len(self.sequence):
-            raise InternalError(f"{len(active)} active + {len(self._free_slots)} free slots do not fill the rank")
-        if ((with_kv > known) | (known > most)).any():
-            raise InternalError("with_kv <= known <= most does not hold for every active sequence")
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _pressed(self) -> int:
         """Return how many pages lack at home for all of the backlog that could start, were their full pages on disk."""
         waiting = self._could_start()
-        spare = self.kv.growing(self._active)
+        spare = self.kv.growing(self.active)
         return max(0, waiting * (1 + RESERVE) + spare - self.kv.free) if waiting else 0
 
     def _could_start(self) -> int:
         """Return how many of the backlog have a slot to start in."""
-        return min(len(self.backlog), len(self._free_slots))
+        return min(len(self.backlog), self.active_set.free)
 
     def _strip(self) -> bool:
         """Let the youngest that waits with KV give it up; False when none has any."""
@@ -470,10 +382,11 @@ class SequenceManager:
 
     def _choose_spills(self, pages: int) -> Eviction | None:
         """Hold disk pages for the full pages of those that have most at home, until `pages` would become free."""
-        full = self.places.can_spill(self._active, self.with_kv[self._active])
+        active = self.active
+        full = self.places.can_spill(active, self.active_set.with_kv[active])
         chosen: list[int] = []
         for place in np.argsort(-full, kind="stable").tolist():
-            slot, count = int(self._active[place]), int(full[place])
+            slot, count = int(active[place]), int(full[place])
             if pages <= 0 or not count or not self.places.begin_spill(slot, count):
                 break
             chosen.append(slot)
@@ -483,34 +396,18 @@ class SequenceManager:
     def _victim(self, candidates: NDArray[np.int64]) -> NDArray[np.int64]:
         """Choose who yields, by the hold policy, the youngest of equals: slots int64 [1]."""
         if not len(candidates):
-            raise InternalError(f"sequence {self.sequence[self._active[0]]} is alone and has no page left")
-        decoded = self.known[candidates] - self.prompt[candidates]
+            alone = self.active_set.sequence[self.active[0]]
+            raise InternalError(f"sequence {alone} is alone and has no page left")
+        decoded = self.active_set.decoded(candidates)
         best = decoded.max() if self._hold is Hold.LONGEST else decoded.min()
         victim: NDArray[np.int64] = candidates[decoded == best][-1:]
         return victim
 
-    def _place(self, slot: int, order: int, entry: Entry) -> None:
-        size = len(entry.tokens)
-        self._widen(entry.most)
-        self.tokens[slot, :size] = entry.tokens
-        self.sequence[slot] = entry.sequence
-        self.known[slot] = size
-        self.with_kv[slot] = entry.with_kv
-        self.prompt[slot] = entry.prompt
-        self.most[slot] = entry.most
-        self.order[slot] = order
-
-    def _widen(self, width: int) -> None:
-        have = self.tokens.shape[1]
-        if width > have:
-            grown = np.zeros((len(self.tokens), min(self._most_tokens, max(width, 2 * have))), np.int32)
-            grown[:, :have] = self.tokens
-            self.tokens = grown
-
     def _lift(self, slot: int, keep: bool) -> tuple[int, Entry]:
         """Take a sequence out of its slot -> its order and entry; keep: with the pages of its KV."""
-        sequence, known, with_kv = int(self.sequence[slot]), int(self.known[slot]), int(self.with_kv[slot])
-        tokens = self.tokens[slot, :known].copy()
+        active = self.active_set
+        sequence, with_kv = int(active.sequence[slot]), int(active.with_kv[slot])
+        tokens = active.tokens[slot, : active.known[slot]].copy()
         home, disk = NO_PAGES, NO_PAGES
         if keep:
             home, disk = self.places.park(slot, with_kv)
@@ -518,17 +415,15 @@ class SequenceManager:
             self._computed_before[sequence] = with_kv
             self._moved(State.YIELDED, [sequence])
         entry = Entry(
-            sequence, tokens, int(self.prompt[slot]), int(self.most[slot]), with_kv if keep else 0, home, disk, True
+            sequence, tokens, int(active.prompt[slot]), int(active.most[slot]), with_kv if keep else 0, home, disk, True
         )
-        order = int(self.order[slot])
+        order = int(active.order[slot])
         self._leave(np.array([slot], np.int64))
         return order, entry
 
     def _leave(self, slots: NDArray[np.int64]) -> None:
         self.places.close(slots)
-        self._active = self._active[~np.isin(self._active, slots)]
-        self.sequence[slots] = -1
-        self._free_slots.extend(slots.tolist())
+        self.active_set.remove(slots)
 
     def _moved(self, state: State, sequences: list[int]) -> None:
         if self._silent:
@@ -543,20 +438,15 @@ class SequenceManager:
     def _count_work(self, plan: StepPlan, count: NDArray[np.int32]) -> None:
         if self._silent:
             return  # its leader counts
-        prompt = np.clip(self.prompt[plan.slots] - plan.before, 0, count)
+        prompt = np.clip(self.active_set.prompt[plan.slots] - plan.before, 0, count)
         self.prompt_tokens += int(prompt.sum())
         self.generated_tokens += int(plan.emits.sum())
         if not self._computed_before:
             return
         for slot, before, size in zip(plan.slots.tolist(), plan.before.tolist(), count.tolist(), strict=True):
-            again = self._computed_before.get(int(self.sequence[slot]))
+            sequence = int(self.active_set.sequence[slot])
+            again = self._computed_before.get(sequence)
             if again is not None:
                 self.wasted_tokens += min(size, max(0, again - before))
                 if before + size >= again:
-                    del self._computed_before[int(self.sequence[slot])]
-
-
-def _sorted(late: NDArray[np.bool_], *arrays: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Return the arrays with the `late` places behind the others, each part in its order."""
-    order = np.argsort(late, kind="stable")
-    return tuple(array[order] for array in arrays)
+                    del self._computed_before[sequence]

@@ -83,9 +83,10 @@ class Mover:
         if plan is None:
             return
         slots = plan.slots[plan.emits]
-        self.computed += (self.manager.sequence[plan.slots]).tolist()
+        self.computed += (self.manager.active_set.sequence[plan.slots]).tolist()
         none = np.zeros(len(slots), bool)
-        tokens = ((self.manager.sequence[slots] + self.manager.known[slots]) % 400).astype(np.int32)
+        active = self.manager.active_set
+        tokens = ((active.sequence[slots] + active.known[slots]) % 400).astype(np.int32)
         ended = self.manager.commit(plan, tokens, none, none)
         for slot in plan.slots.tolist():
             self.write(slot)
@@ -99,10 +100,10 @@ class Mover:
 
     def _pages(self, slot: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield ordinal, number and right content of the pages with KV that a slot has at home."""
-        kv, with_kv = self.manager.kv, int(self.manager.with_kv[slot])
+        kv, with_kv = self.manager.kv, int(self.manager.active_set.with_kv[slot])
         for ordinal in range(int(kv.base[slot]), kv.pages_for(with_kv)):
             page = int(kv.table[slot, ordinal - kv.base[slot]])
-            yield ordinal, page, content(int(self.manager.sequence[slot]), ordinal, with_kv)
+            yield ordinal, page, content(int(self.manager.active_set.sequence[slot]), ordinal, with_kv)
 
     def run(self, steps: int) -> None:
         """Make a round of steps."""
@@ -129,7 +130,7 @@ class Mover:
 
     def here(self) -> set[int]:
         """Return all sequences of this rank."""
-        return {*self.waiting(), *self.manager.sequence[self.manager.active].tolist()}
+        return {*self.waiting(), *self.manager.active_set.sequence[self.manager.active].tolist()}
 
     def moves(self) -> list[tuple[int, list[int]]]:
         """Return what the next report would tell."""
@@ -144,7 +145,7 @@ class Mover:
                 assert torch.equal(self.raw[page], right), f"sequence {entry.sequence}, page {ordinal} ({page})"
         for slot in self.manager.active.tolist():
             for ordinal, page, right in self._pages(slot):
-                name = self.manager.sequence[slot]
+                name = self.manager.active_set.sequence[slot]
                 same = torch.equal(self.raw[page][:, :, self.heads], right[:, :, self.heads])
                 assert same, f"sequence {name}, page {ordinal} ({page})"
 

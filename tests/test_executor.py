@@ -17,7 +17,7 @@ from bgmpi.coroutine import Module
 from bgmpi.executor import Executor, Shape
 from bgmpi.kv_places import KvPlaces
 from bgmpi.kv_stream import KvStream
-from bgmpi.sequence_manager import StepPlan
+from bgmpi.step_plan import StepPlan
 
 LAYERS = 3
 

@@ -94,7 +94,7 @@ def once_around() -> None:
                 assert sorted(set(mover.computed[-8:])) == [held, queued, stays, never]
                 mover.check_node()
                 mover.check_bytes()
-                assert np.all(mover.manager.with_kv[mover.manager.active] > 0)
+                assert np.all(mover.manager.active_set.with_kv[mover.manager.active] > 0)
                 world.barrier()
 
 
@@ -146,7 +146,7 @@ def nobody_loses_what_cannot_move() -> None:
         def goes_on(mover: Mover) -> None:
             if world.rank == last:
                 mover.run(3)
-                assert {71, 72} <= set(mover.manager.sequence[mover.manager.active].tolist())
+                assert {71, 72} <= set(mover.manager.active_set.sequence[mover.manager.active].tolist())
                 mover.check_bytes()
             mover.check_node()
 
@@ -224,7 +224,7 @@ def disk_is_given_up() -> None:
                 if world.rank == 1:
                     mover.admit(5, 17, 40)
                     mover.run(2)
-                    slots = manager.slots_of(np.array([5]))
+                    slots = manager.active_set.slots_of(np.array([5]))
                     assert manager.places.begin_spill(int(slots[0]), 3)
                     manager.places.end_spill(slots)
                     mover.suspend(5)
@@ -244,7 +244,7 @@ def disk_is_given_up() -> None:
                     assert entry.tokens.tolist() == [(5 + i) % 400 for i in range(19)]
                     assert mover.moves() == [(State.YIELDED, [5])]
                     mover.run(2)
-                    assert manager.known[manager.active].tolist() == [21]
+                    assert manager.active_set.known[manager.active].tolist() == [21]
                     assert manager.wasted_tokens == (0 if room else 18)
                 if world.rank == 1:
                     assert manager.places.disk is not None and manager.places.disk.free == 8
@@ -306,7 +306,7 @@ def transcripts_travel() -> None:
                 assert reason == "k bro"
                 mover.live[name].stop_reason = reason
                 slot = int(manager.active[0])
-                tokens = manager.tokens[slot, 5 : manager.known[slot]].copy()
+                tokens = manager.active_set.tokens[slot, 5 : manager.active_set.known[slot]].copy()
                 answer = close_transcript(mover.live[name], tokens, Finish.STOP, False, 9.0, tokenizer)
                 assert (answer.text, answer.stop_reason, answer.first_token_s) == ("the quic", "k bro", 0.5)
                 assert tokens.tolist() == words[: len(tokens)]
@@ -340,7 +340,7 @@ def at_random() -> None:
                     mover.admit(10 * world.rank + i, 1 + (5 * i + world.rank) % 13, 40)
                 for _ in range(12):
                     mover.run(4)
-                    active = mover.manager.sequence[mover.manager.active].tolist()
+                    active = mover.manager.active_set.sequence[mover.manager.active].tolist()
                     mover.suspend(*active[::2], resume=bool(everywhere.integers(2)))
                     mine = np.full(64, -1, np.int64)
                     standing = sorted(mover.waiting())

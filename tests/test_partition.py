@@ -63,7 +63,7 @@ def together_and_alone_again() -> None:
                             sharded = shard(Partition(5, leader, 0, world.size), everyone, heads, mover.store, manager)
                             assert sharded is not None
                             assert sharded.leads == leads
-                            since = int(manager.with_kv[manager.slots_of(name)[0]])
+                            since = int(manager.active_set.with_kv[manager.active_set.slots_of(name)[0]])
                             assert sharded.since == since
                             mover.heads = heads(everyone.rank) or slice(None)
                             mover.check_bytes()
@@ -73,7 +73,7 @@ def together_and_alone_again() -> None:
                             moved = unshard(sharded, mover.store, manager)
                             mover.heads = slice(None)
                             if leads:
-                                fresh = manager.kv.held[manager.slots_of(name)[0]] - since // 4
+                                fresh = manager.kv.held[manager.active_set.slots_of(name)[0]] - since // 4
                                 assert moved == others * (fresh * mover.store.page_bytes // world.size)
                             else:
                                 assert not moved
@@ -86,7 +86,7 @@ def together_and_alone_again() -> None:
                             mover.check_bytes()
                             world.barrier()
                         if leads:
-                            assert int(manager.known[manager.active[0]]) == 9 + 2 + 10 + 3 * 2
+                            assert int(manager.active_set.known[manager.active[0]]) == 9 + 2 + 10 + 3 * 2
                         else:
                             assert manager.kv.free == manager.kv.pages
 
@@ -173,7 +173,7 @@ def a_group_that_cannot_be() -> None:
             begins(mover)
             refused(mover, willing=False)
             if leads:
-                slots = mover.manager.slots_of(np.array([5]))
+                slots = mover.manager.active_set.slots_of(np.array([5]))
                 assert mover.manager.places.begin_spill(int(slots[0]), 2)
                 mover.manager.places.end_spill(slots)
             before = mover.manager.kv.free

@@ -35,7 +35,7 @@ def boundary(manager: SequenceManager) -> list[int]:
         eviction = manager.evict()
         if eviction is None:
             break
-        names = manager.sequence[eviction.slots].tolist()
+        names = manager.active_set.sequence[eviction.slots].tolist()
         if manager.evicted(eviction):
             gave_up += names
         manager.check()
@@ -55,11 +55,11 @@ def advance(manager: SequenceManager, stop_after: dict[int, int] | None = None) 
     plan = manager.plan()
     assert plan is not None
     slots = plan.slots[plan.emits]
-    tokens = (manager.sequence[slots] * 1000 + manager.known[slots]).astype(np.int32)
-    decoded = manager.known[slots] - manager.prompt[slots] + 1
-    limits = np.array([(stop_after or {}).get(int(s), 10**9) for s in manager.sequence[slots]])
+    tokens = (manager.active_set.sequence[slots] * 1000 + manager.active_set.known[slots]).astype(np.int32)
+    decoded = manager.active_set.known[slots] - manager.active_set.prompt[slots] + 1
+    limits = np.array([(stop_after or {}).get(int(s), 10**9) for s in manager.active_set.sequence[slots]])
     ended = manager.commit(plan, tokens, decoded >= limits, np.zeros(len(slots), bool))
-    names = [(int(manager.sequence[s]), int(manager.known[s])) for s in ended.slots]
+    names = [(int(manager.active_set.sequence[s]), int(manager.active_set.known[s])) for s in ended.slots]
     manager.retire(ended)
     manager.check()
     return names
@@ -76,7 +76,7 @@ def test_a_long_prompt_is_cut_to_the_budget_behind_the_decoding_ones() -> None:
     advance(manager)
     plan = manager.plan()
     assert plan is not None
-    assert manager.sequence[plan.slots].tolist() == [0, 1]
+    assert manager.active_set.sequence[plan.slots].tolist() == [0, 1]
     assert np.diff(plan.first).tolist() == [1, 15]
     assert plan.before.tolist() == [3, 13]
     assert plan.positions.tolist() == [3, *range(13, 28)]
@@ -109,11 +109,11 @@ def test_a_fault_ends_only_its_own_sequence_and_adds_no_token() -> None:
     plan = manager.plan()
     assert plan is not None
     ended = manager.commit(plan, np.array([-1, 7], np.int32), np.zeros(2, bool), np.array([True, False]))
-    assert manager.sequence[ended.slots].tolist() == [0]
-    assert manager.known[ended.slots].tolist() == [2]
+    assert manager.active_set.sequence[ended.slots].tolist() == [0]
+    assert manager.active_set.known[ended.slots].tolist() == [2]
     manager.retire(ended)
     assert [State(m.state) for m in manager.take_moves()] == [State.ACTIVE, State.FAILED]
-    assert manager.sequence[manager.active].tolist() == [1]
+    assert manager.active_set.sequence[manager.active].tolist() == [1]
 
 
 def test_a_sequence_that_ends_is_replaced_before_the_next_step() -> None:
@@ -222,11 +222,11 @@ def test_everybody_ends_whoever_is_suspended_whenever(
     held = np.empty(0, np.int64)
     for turn in turns:
         boundary(manager)
-        names = manager.sequence[manager.active]
+        names = manager.active_set.sequence[manager.active]
         manager.backlog.combine(held)
         held = names[[bool(turn >> place % 4 & 1) for place in range(len(names))]]
         if manager.places.device is not None:
-            resident = manager.slots_of(held)
+            resident = manager.active_set.slots_of(held)
             manager.places.end_demotion(resident[manager.places.resident[resident]])
         manager.suspend(held)
         manager.check()
@@ -282,14 +282,14 @@ def test_what_is_suspended_keeps_its_kv_and_goes_on_where_it_was() -> None:
     manager.suspend(np.array([0]))
     manager.check()
     advance(manager)
-    assert manager.sequence[manager.active].tolist() == [1]
+    assert manager.active_set.sequence[manager.active].tolist() == [1]
     assert manager.kv.parked == 2
     manager.backlog.combine(np.array([0]))
     boundary(manager)
     plan = manager.plan()
     assert plan is not None
     assert plan.before.tolist() == [6, 6]
-    assert manager.sequence[plan.slots].tolist() == [0, 1]
+    assert manager.active_set.sequence[plan.slots].tolist() == [0, 1]
     run_to_end(manager, {})
     assert manager.wasted_tokens == 0
     assert [State(m.state) for m in manager.take_moves()] == [State.ACTIVE, State.DONE]
@@ -303,7 +303,7 @@ def test_kept_kv_is_given_up_before_anybody_active_yields() -> None:
     manager.suspend(np.array([1]))
     ended = run_until(manager, lambda: manager.kv.parked == 0)
     assert not ended
-    assert manager.sequence[manager.active].tolist() == [0]
+    assert manager.active_set.sequence[manager.active].tolist() == [0]
 
 
 def run_until(manager: SequenceManager, done: Any) -> list[int]:
