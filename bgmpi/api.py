@@ -19,6 +19,9 @@ def run_batch(config: Config) -> Summary:
     for value, flag in ((config.model, "--model DIR"), (config.input_file, "--input-file requests.jsonl")):
         if value is None:
             raise UsageError(f"nothing to run: give {flag}")
+    from bgmpi.world import start_mpi
+
+    start_mpi()
     from bgmpi.engine import run
 
     return run(config)

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import traceback
+from importlib import import_module
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -223,6 +224,15 @@ class World:
                     file.write(str(int(code)))
         finally:  # a closed pipe or a full disk must not keep this rank from ending the others
             self._comm.Abort(int(code))
+
+
+def start_mpi() -> None:
+    """Collective over all processes of the launch: start MPI, while the process is still small.
+
+    Under Slurm's pmi2 MPICH publishes a rank's address with whatever lies behind it in memory, packed; Slurm cuts what
+    does not fit into 1,024 letters, and the launch dies.  Behind it are zeros as long as nothing large was imported.
+    """
+    import_module("mpi4py.MPI")
 
 
 def open_world(*, allow_mismatch: bool = False) -> World:

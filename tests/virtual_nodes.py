@@ -27,7 +27,8 @@ class Nodes:
 
     def python(self, nodes: int, ranks: int, body: Callable[[], None], *, limit: float = 120) -> Ended:
         """Run a body (see launch.python_on_ranks) on that many ranks over that many nodes; it must end with 0."""
-        source = f"{textwrap.dedent(inspect.getsource(body))}\n{body.__name__}()\n"
+        begin = "from bgmpi.world import start_mpi\nstart_mpi()\n"
+        source = f"{begin}{textwrap.dedent(inspect.getsource(body))}\n{body.__name__}()\n"
         words = ["srun", "--kill-on-bad-exit=1", "--mpi=pmi2", f"--nodes={nodes}", f"--ntasks={ranks}"]
         program = [sys.executable, "-m", "mpi4py", "-c", source]
         return launch([*words, *program], env=self.environment, limit=limit, expect=0)
