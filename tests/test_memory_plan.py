@@ -104,11 +104,11 @@ def split(memory: int, **changes: int) -> DevicePlan:
 
 def test_a_device_holds_two_layers_of_the_longest_sequence_first_then_the_pool() -> None:
     assert split(2000) == DevicePlan(pages=0, stream_pages=10)
-    assert split(6000) == DevicePlan(pages=10, stream_pages=10)
+    assert split(4000) == DevicePlan(pages=5, stream_pages=10)
 
 
-def test_a_quarter_of_a_large_device_is_for_streaming_as_far_as_that_is_useful() -> None:
-    assert split(16_000) == DevicePlan(pages=30, stream_pages=20)
+def test_half_of_a_large_device_is_for_streaming_as_far_as_that_is_useful() -> None:
+    assert split(16_000) == DevicePlan(pages=20, stream_pages=40)
     assert split(160_000) == DevicePlan(pages=350, stream_pages=100)
 
 
