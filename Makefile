@@ -21,7 +21,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 THREADS ?= $(shell echo $$(( $(CORES) / $(RANKS) > 0 ? $(CORES) / $(RANKS) : 1 )))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install run smoke test test-serial test-mpi test-slurm lint bench clean
+.PHONY: help install run smoke test test-serial test-mpi test-slurm test-faults lint bench clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -58,10 +58,10 @@ smoke: $(STAMP)  ## the smallest run: four requests on one rank, no launcher
 test: lint test-serial test-mpi test-slurm  ## everything: lint, serial, 2 3 and 4 ranks, Slurm where it is installed
 
 test-serial: $(STAMP)  ## one process
-	$(PYTEST) -m "not mpi and not slurm and not gpu" --must-run=serial
+	$(PYTEST) -m "not mpi and not slurm and not gpu and not faults" --must-run=serial
 
 test-mpi: $(STAMP)  ## on 2, 3 and 4 ranks
-	$(PYTEST) -m "mpi and not slurm and not gpu" --must-run=mpi2,mpi3,mpi4
+	$(PYTEST) -m "mpi and not slurm and not gpu and not faults" --must-run=mpi2,mpi3,mpi4
 
 test-slurm: $(STAMP)  ## through sbatch, on virtual nodes
 	@if PATH="$$PATH:/usr/sbin:/sbin" command -v slurmctld > /dev/null; then \
@@ -69,6 +69,9 @@ test-slurm: $(STAMP)  ## through sbatch, on virtual nodes
 	else \
 	    echo "Slurm tests SKIPPED, slurmctld is missing: apt-get install -y --no-install-recommends slurm-wlm munge"; \
 	fi
+
+test-faults: $(STAMP)  ## the long part of the kills, which `make test` leaves out
+	$(PYTEST) -m "faults and not gpu" --must-run=faults
 
 # kernels/ and io/ install as bgmpi.kernels and bgmpi.io, which mypy cannot know: it gets the tree as it installs.
 lint: $(STAMP)  ## ruff and mypy

@@ -96,7 +96,12 @@ class Config:
     max_line_bytes: int = _option("files", 64 << 20, size(), "longer input lines become error rows")
     segment_bytes: int = _option(
         "files", 64 << 20, size(), "a rank writes a segment of results when this much has gathered")
-    segment_seconds: float = _option("files", 60.0, duration, "or when this long has passed")
+    checkpoint_interval: float = _option(
+        "files", 60.0, duration, "or when this long has passed; then it also saves how far unfinished answers are")
+    resume: str = _option(
+        "files", "auto", choice("auto", "never", "must", "force"), "go on with what an interrupted job left; force: "
+        "also when the model or what answers depend on has changed")
+    retry_failed: bool = _option("files", False, switch, "when going on, try the rows again that ended as errors")
 
     max_num_seqs: int = _option("batching", 256, size(), "active sequences a rank")
     max_num_batched_tokens: int = _option(

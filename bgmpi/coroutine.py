@@ -109,6 +109,22 @@ class StateTable:
         self._story[at, 3] = targets[-tail:]
         self._told += len(sequences)
 
+    def restore(self, sequences: NDArray[np.int64], target: State) -> None:
+        """Put sequences into the end state that an earlier attempt of the job brought them to.
+
+        That is no move: raises InternalError and changes nothing unless they wait, owned by nobody, and `target` is
+        DONE or FAILED.
+        """
+        fresh = (self.state[sequences] == State.WAITING) & (self.owner[sequences] < 0)
+        if not fresh.all() or target not in (State.DONE, State.FAILED):
+            raise InternalError(
+                f"{int((~fresh).sum())} of {len(sequences)} sequences cannot be restored as {target.name.lower()}: "
+                "they have begun here"
+            )
+        self.state[sequences] = target
+        self.counts[State.WAITING] -= len(sequences)
+        self.counts[target] += len(sequences)
+
     def story(self, sequence: int) -> str:
         """Tell the remembered moves of one sequence, oldest first."""
         ring = np.roll(self._story, -(self._told % len(self._story)), axis=0)

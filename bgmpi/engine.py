@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from bgmpi.config import Config
 from bgmpi.errors import OutOfMemory, UsageError
 from bgmpi.group import Group
 from bgmpi.head import Head, Orders
-from bgmpi.io.publish import remove_parts
 from bgmpi.io.segments import SegmentWriter, parts_folder
 from bgmpi.layout import Parts, lay_out
 from bgmpi.long_tail import TailRules
@@ -30,6 +30,7 @@ from bgmpi.primitives import Admit, Combine, Migrate, Partition, Reported, Run, 
 from bgmpi.rank import Rank
 from bgmpi.rehearsal import rehearse
 from bgmpi.report import Summary
+from bgmpi.resume import Resumption, begin, look
 from bgmpi.scheduler import Rules
 from bgmpi.tally import Counts, Tally, total
 from bgmpi.weight_plan import everywhere_bytes
@@ -56,11 +57,15 @@ def run(config: Config) -> Summary:
         together(world, lambda: _check_ranks(config, world))
         _name_processes(world)
         job = prepare(config, world)
-        clock = _common_clock(world, begun)
+        attempt = together(world, lambda: look(job, os.environ, stack) if world.rank == 0 else None)
+        whole = world.broadcast([attempt.summary] if attempt is not None and attempt.summary else [], list[Summary])
+        if whole:
+            return whole[0]
+        clock = _common_clock(world, begun, attempt)
         parts = lay_out(job, world, stack)
         groups = world.groups()
         # Only now: a job whose weights cannot be loaded leaves no folder that its second try would stumble over.
-        writer = stack.enter_context(_open_writer(job, world, clock))
+        writer = stack.enter_context(_open_writer(job, world, clock, attempt, stack))
         tally = Tally(writer)
         rank = Rank(
             world, groups, parts.store, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take,
@@ -71,8 +76,10 @@ def run(config: Config) -> Summary:
         head = None
         if world.rank == 0:
             rules = _rules(job, world, parts, tail)
-            head = Head(job, world.size, rules, pool=parts.pool, clock=clock, refuse=tally.take, stack=stack)
-        _rounds(world, head, rank, writer)
+            assert attempt is not None
+            head = Head(job, world.size, rules, attempt=attempt, pool=parts.pool, clock=clock, refuse=tally.take,
+                        stack=stack)
+        _rounds(world, head, rank, _Checkpoint(writer, rank, clock, config.checkpoint_interval))
         together(world, writer.close)
         if parts.spill is not None:
             rank.moves.spilled_bytes = parts.spill.writes.bytes
@@ -80,7 +87,31 @@ def run(config: Config) -> Summary:
         return _finish(world, head, counts, loaded)
 
 
-def _rounds(world: World, head: Head | None, rank: Rank, writer: SegmentWriter) -> None:
+@dataclass(slots=True)
+class _Checkpoint:
+    """Saves this rank's answers when a segment is due, and every `interval` seconds also how far the others are."""
+
+    writer: SegmentWriter
+    rank: Rank
+    clock: Callable[[], float]
+    interval: float
+    saved: float = 0.0
+
+    def save_if_due(self) -> None:
+        """Local.  Raises WriteError."""
+        if self.clock() - self.saved >= self.interval:
+            self.save()
+        else:
+            self.writer.flush_if_due()
+
+    def save(self) -> None:
+        """Local.  Raises WriteError."""
+        self.writer.flush()
+        self.writer.save_progress(self.rank.unfinished())
+        self.saved = self.clock()
+
+
+def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint) -> None:
     """Collective over the world: rounds until every sequence has ended."""
     while True:
         reports = world.gather(rank.report())
@@ -108,7 +139,7 @@ def _rounds(world: World, head: Head | None, rank: Rank, writer: SegmentWriter) 
                     rank.run(instruction)
                 case Stop():
                     return
-        writer.flush_if_due()
+        checkpoint.save_if_due()
 
 
 def _finish(world: World, head: Head | None, counts: Counts, loaded: float) -> Summary:
@@ -156,25 +187,30 @@ def _name_processes(world: World) -> None:
         _LOG.info("on %s rank %s", host, ", ".join(ranks))
 
 
-def _common_clock(world: World, begun: float) -> Callable[[], float]:
-    """Collective over the world: return seconds since rank 0 began, set together at a barrier."""
+def _common_clock(world: World, begun: float, attempt: Resumption | None) -> Callable[[], float]:
+    """Collective over the world: return seconds of the job, set together at a barrier: since rank 0 began, and those of
+    earlier attempts."""
     world.barrier()
     here = time.perf_counter()
-    elapsed = world.broadcast(here - begun, float)
+    elapsed = world.broadcast(here - begun + (attempt.elapsed if attempt is not None else 0.0), float)
     return lambda: time.perf_counter() - here + elapsed
 
 
-def _open_writer(job: Job, world: World, clock: Callable[[], float]) -> SegmentWriter:
-    """Collective over the world: clear what an earlier run left (--overwrite allowed it), open this rank's writer."""
+def _open_writer(
+    job: Job, world: World, clock: Callable[[], float], attempt: Resumption | None, stack: ExitStack
+) -> SegmentWriter:
+    """Collective over the world: write down this attempt, open this rank's writer."""
     folder = parts_folder(job.config.output_file)
-    together(world, lambda: remove_parts(folder) if world.rank == 0 else None)
+    together(world, lambda: begin(job, attempt, stack) if attempt is not None else None)
+    number = world.broadcast(attempt.number if attempt is not None else None, int)
     return together(
         world,
         lambda: SegmentWriter(
             folder,
             world.rank,
+            attempt=number,
             segment_bytes=job.config.segment_bytes,
-            segment_seconds=job.config.segment_seconds,
+            segment_seconds=job.config.checkpoint_interval,
             clock=clock,
         ),
     )

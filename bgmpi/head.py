@@ -27,6 +27,7 @@ from bgmpi.primitives import Admit, Event, Instruction, Reported
 from bgmpi.rank import Work
 from bgmpi.report import Snapshot, Summary, progress_of
 from bgmpi.request import Answer
+from bgmpi.resume import Resumption
 from bgmpi.scheduler import Rules, Scheduler
 from bgmpi.tally import Counts
 from bgmpi.trace import TraceWriter
@@ -40,7 +41,10 @@ class Orders(Struct):
 
 
 class Head:
-    """The job as rank 0 sees it.  pool: tokens of KV of the smallest rank; refuse: takes rows that never run."""
+    """The job as rank 0 sees it.
+
+    attempt: how this one begins; pool: tokens of KV of the smallest rank; refuse: takes rows that never run.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class Head:
         ranks: int,
         rules: Rules,
         *,
+        attempt: Resumption,
         pool: int,
         clock: Callable[[], float],
         refuse: Callable[[Answer], None],
@@ -56,12 +61,14 @@ class Head:
         assert job.index is not None
         config = job.config
         self._job = job
+        self._attempt = attempt
         self._ranks = ranks
         self._clock = clock
         self._reader = stack.enter_context(job.reader())
         self._intake = Intake(
             self._reader,
             job.index.first_sequence(),
+            left=attempt.left,
             context=job.context,
             pool=pool,
             strict=config.strict,
@@ -110,6 +117,7 @@ class Head:
             len(job.index),
             job.index.samples,
             prompts_per_row=job.index.prompts,
+            maps=self._attempt.maps,
         )
         if job.config.error_file is not None:
             export_errors(published.path, job.config.error_file)

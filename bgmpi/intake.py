@@ -1,7 +1,8 @@
 """Rank 0 reads ahead: rows of the input become requests, and requests become work for ranks.
 
 Only as many requests are held as the scheduler wants to see, so memory does not grow with the input.  A row that
-cannot run becomes an error row at once and harms no other.  It decides nothing about placement.
+cannot run becomes an error row at once and harms no other.  Rows that an earlier attempt ended are not even read, and
+what it had of unfinished ones goes along with them.  It decides nothing about placement.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 
 from bgmpi.errors import InputError, RowError
 from bgmpi.io.requests import RowRefused
-from bgmpi.primitives import Arrived, Event, Ids, InputEnded, Refused
+from bgmpi.primitives import Arrived, Event, Ids, InputEnded, Refused, Restored
 from bgmpi.rank import Work
-from bgmpi.request import Answer, Finish, Request
+from bgmpi.recovery import Left
+from bgmpi.request import Answer, Begun, Finish, Request
 
 
 class Reader(Protocol):
@@ -29,9 +31,9 @@ class Reader(Protocol):
 class Intake:
     """The rows that were read and have no rank yet.
 
-    first int64 [rows + 1]: each row's first sequence; context: the longest a sequence can become by the model, pool: by
-    the smallest rank's KV memory, both in tokens; strict: a bad row ends the job; refuse: takes the error answer of a
-    row that never runs.
+    first int64 [rows + 1]: each row's first sequence; left: what earlier attempts left; context: the longest a sequence
+    can become by the model, pool: by the smallest rank's KV memory, both in tokens; strict: a bad row ends the job;
+    refuse: takes the error answer of a row that never runs.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Intake:
         reader: Reader,
         first: NDArray[np.int64],
         *,
+        left: Left,
         context: int,
         pool: int,
         strict: bool,
@@ -52,8 +55,13 @@ class Intake:
         self._strict = strict
         self._clock = clock
         self._refuse = refuse
-        self._next_row = 0
+        self._left = left
+        ended = left.ended
+        #: rows with a sequence that has not ended, ascending
+        self._rows = np.flatnonzero(np.diff(np.concatenate(([0], np.cumsum(~ended)))[first]))
+        self._next = 0
         self._held: dict[int, tuple[Request, int, int, float]] = {}
+        self._told_left = not ended.any()
         self._ended = False
 
     @property
@@ -71,34 +79,44 @@ class Intake:
         names: list[int] = []
         prompts: list[int] = []
         caps: list[int] = []
+        decoded: list[int] = []
         refused: list[NDArray[np.int64]] = []
-        while len(names) < wanted and self._next_row < self.rows:
-            row = self._next_row
-            self._next_row += 1
+        left = self._left
+        while len(names) < wanted and self._next < len(self._rows):
+            row = int(self._rows[self._next])
+            self._next += 1
             found = self._reader.read(row)
             found = self._without_giants(found) if isinstance(found, tuple) else found
             if isinstance(found, RowRefused):
                 if self._strict:
                     raise InputError(f"--strict: {found.error.message}")
                 self._refuse(error_answer(found))
-                refused.append(np.arange(self.first[row], self.first[row + 1]))
+                never = np.arange(self.first[row], self.first[row + 1])
+                refused.append(never[~left.ended[never]])
                 continue
             sequence = int(self.first[row])
             now = self._clock()
             for place, request in enumerate(found):
                 most = self._most(request)
                 for sample in range(place * request.samples, (place + 1) * request.samples):
-                    self._held[sequence] = (request, sample, most, now)
-                    names.append(sequence)
-                    prompts.append(len(request.prompt))
-                    caps.append(most - len(request.prompt))
+                    if not left.ended[sequence]:
+                        self._held[sequence] = (request, sample, most, now)
+                        names.append(sequence)
+                        prompts.append(len(request.prompt))
+                        caps.append(most - len(request.prompt))
+                        begun = self._begun(sequence, caps[-1])
+                        decoded.append(0 if begun is None else len(begun.tokens))
                     sequence += 1
         events: list[Event] = []
+        if not self._told_left:
+            self._told_left = True
+            events.append(Restored(np.flatnonzero(left.done), np.flatnonzero(left.failed)))
         if refused:
             events.append(Refused(np.concatenate(refused)))
         if names:
-            events.append(Arrived(np.array(names, np.int64), np.array(prompts, np.int64), np.array(caps, np.int64)))
-        if self._next_row == self.rows and not self._ended:
+            columns = (np.array(column, np.int64) for column in (names, prompts, caps, decoded if any(decoded) else []))
+            events.append(Arrived(*columns))
+        if self._next == len(self._rows) and not self._ended:
             self._ended = True
             events.append(InputEnded())
         return events
@@ -112,7 +130,15 @@ class Intake:
                 work.append(Work(request, [], [], most, queued))
             work[-1].sequences.append(sequence)
             work[-1].samples.append(sample)
+            begun = self._begun(sequence, most - len(request.prompt))
+            if begun is not None:
+                work[-1].begun[sequence] = begun
         return work
+
+    def _begun(self, sequence: int, cap: int) -> Begun | None:
+        """Return what an earlier attempt had of a sequence, unless it may not become that long here."""
+        begun = self._left.begun.get(sequence)
+        return begun if begun is not None and len(begun.tokens) < cap else None
 
     def _most(self, request: Request) -> int:
         limit = min(self._context, self._pool)

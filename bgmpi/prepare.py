@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +27,6 @@ from bgmpi.io.model_files import ModelFiles, check_files, open_dummy_files, open
 from bgmpi.io.publish import Provenance
 from bgmpi.io.request_index import RequestIndex, scan_requests
 from bgmpi.io.requests import RequestLimits, RequestReader, SamplingDefaults, require_chat_template
-from bgmpi.io.segments import parts_folder
 from bgmpi.io.tokenizer import Tokenizer, open_tokenizer
 from bgmpi.tensor_names import expected_tensors
 from bgmpi.world import World
@@ -34,6 +34,11 @@ from bgmpi.world import World
 T = TypeVar("T")
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+#: Options that answers depend on.
+_ANSWER_OPTIONS = (
+    "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "max_logprobs",
+    "allow_nonfinite", "served_model_name",
+)
 _LOG = logging.getLogger("bgmpi.prepare")
 
 
@@ -63,11 +68,27 @@ class Job:
         )
         return RequestReader(Path(config.input_file or ""), self.index, self.tokenizer, limits)
 
+    def settings(self) -> dict[str, str]:
+        """Return all that answers depend on beside the requests, as text: two runs in which they are equal may share
+        their answers."""
+        config, template = self.config, self.tokenizer.chat_template_text
+        return {
+            "model": self.files.index_hash,
+            "tokenizer": self.tokenizer.hash,
+            "chat_template": sha256((template or "").encode()).hexdigest(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": str(self.context),
+            **{name: str(getattr(config, name)) for name in _ANSWER_OPTIONS},
+        }
+
     def provenance(self, layout: Mapping[str, int | str]) -> Provenance:
         """Return where the results come from."""
         assert self.index is not None
         config, template = self.config, self.tokenizer.chat_template_text
-        documents = {"config": config.to_json(), "model_config": json.dumps(self.files.config)}
+        documents = {
+            "config": config.to_json(), "model_config": json.dumps(self.files.config),
+            "settings": json.dumps(self.settings()),
+        }
         if template is not None:
             documents["chat_template"] = template
         return Provenance(
@@ -114,8 +135,7 @@ def prepare(config: Config, world: World) -> Job:
 
 
 def check_output(config: Config) -> None:
-    """Raise before any work when a file cannot be written, is named twice, or would be overwritten unasked."""
-    output = Path(config.output_file)
+    """Raise before any work when a file cannot be written or is named twice."""
     taken = {os.path.realpath(config.input_file): "--input-file"} if config.input_file else {}
     for flag, name in (
         ("--output-file", config.output_file),
@@ -129,9 +149,6 @@ def check_output(config: Config) -> None:
         other = taken.setdefault(os.path.realpath(name), flag)
         if other != flag:
             raise UsageError(f"{other} and {flag} are the same file {name}; name another for one of them")
-    for path in (output, parts_folder(output)):
-        if path.exists() and not config.overwrite:
-            raise UsageError(f"{path} exists; pass --overwrite to replace it, or another --output-file")
 
 
 def _check_place(flag: str, path: Path) -> None:

@@ -25,11 +25,13 @@ NOBODY.flags.writeable = False
 
 
 class Arrived(Struct, frozen=True, tag=True, eq=False):
-    """Rows were read and are ready to run.  prompt, cap: tokens int64 [k] (prompt length, most tokens to generate)."""
+    """Rows were read and are ready to run.  prompt, cap: tokens int64 [k] (prompt length, most tokens to generate);
+    decoded: int64 [k], tokens that an earlier attempt generated, empty where nobody has any."""
 
     sequences: Ids
     prompt: Counts
     cap: Counts
+    decoded: Counts = NOBODY
 
 
 class InputEnded(Struct, frozen=True, tag=True, eq=False):
@@ -40,6 +42,13 @@ class Refused(Struct, frozen=True, tag=True, eq=False):
     """Sequences that never ran: their row is an error row."""
 
     sequences: Ids
+
+
+class Restored(Struct, frozen=True, tag=True, eq=False):
+    """Sequences that an earlier attempt ended: with an answer, or with an error."""
+
+    done: Ids
+    failed: Ids
 
 
 class Moved(Struct, frozen=True, eq=False):
@@ -91,7 +100,7 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     deeds: tuple[Deed, ...] = ()
 
 
-Event = Arrived | InputEnded | Refused | Reported
+Event = Arrived | InputEnded | Refused | Restored | Reported
 
 # --- instructions: what the scheduler says ------------------------------------------------------------------------
 

@@ -28,13 +28,13 @@ from bgmpi.io.tokenizer import Tokenizer
 from bgmpi.migration import migrate
 from bgmpi.partition import Sharded, shard, unshard
 from bgmpi.primitives import FEW_ACTIVE, NOBODY, Deed, Ids, Migrate, Partition, Reported, Run
-from bgmpi.request import Answer, Finish, Request
+from bgmpi.request import Answer, Begun, Finish, Request
 from bgmpi.sampling import Drawn, Sampler
 from bgmpi.sequence_manager import Ended, SequenceManager, Way
 from bgmpi.shard import Shard
 from bgmpi.step_plan import StepPlan
 from bgmpi.tally import Moves
-from bgmpi.transcript import Transcript, close_transcript, open_transcript
+from bgmpi.transcript import Transcript, close_transcript, go_on, open_transcript, so_far
 from bgmpi.world import World
 
 Flags = NDArray[np.bool_]
@@ -46,7 +46,8 @@ _LOGIT_ROWS = 256
 class Work:
     """Sequences of one request that a rank is given.
 
-    sequences[i] is sample samples[i] of the request; most: the longest each may become, tokens.
+    sequences[i] is sample samples[i] of the request; most: the longest each may become, tokens; begun: what an earlier
+    attempt left of some.
     """
 
     request: Request
@@ -54,6 +55,7 @@ class Work:
     samples: list[int]
     most: int
     queued_s: float
+    begun: dict[int, Begun] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -99,9 +101,15 @@ class Rank:
         """Take sequences into the backlog.  Local."""
         entries = []
         for item in work:
+            request, queued = item.request, item.queued_s
             for sequence, sample in zip(item.sequences, item.samples, strict=True):
-                self.live[sequence] = open_transcript(item.request, sample, item.queued_s, self.tokenizer)
-                entries.append(Entry(sequence, item.request.prompt, len(item.request.prompt), item.most))
+                tokens, begun = request.prompt, item.begun.get(sequence)
+                if begun is None:
+                    self.live[sequence] = open_transcript(request, sample, queued, self.tokenizer)
+                else:
+                    self.live[sequence] = go_on(request, sample, queued, begun, self.tokenizer)
+                    tokens = np.concatenate((tokens, begun.tokens))
+                entries.append(Entry(sequence, tokens, len(request.prompt), item.most))
         self.manager.admit(entries)
 
     def suspend(self, sequences: Ids) -> None:
@@ -159,6 +167,17 @@ class Rank:
                 break
         self._tally.seconds += self.clock() - begun
         self._note("run", begun, NOBODY, self.executor.kv.take_streamed())
+
+    def unfinished(self) -> list[Answer]:
+        """Return what the live sequences have generated so far, those that have nothing left out.  Local.
+
+        Of a group only the leader tells.
+        """
+        active = self.manager.active_set
+        leads = self._sharded is None or self._sharded.leads
+        have = [(int(active.sequence[slot]), active.generated(slot)) for slot in active.slots.tolist() if leads]
+        have += [(entry.sequence, entry.tokens[entry.prompt :]) for entry in self.manager.backlog]
+        return [so_far(self.live[sequence], tokens) for sequence, tokens in have if len(tokens)]
 
     def report(self) -> Reported:
         """Return what happened since the last report.  Local."""

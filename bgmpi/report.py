@@ -50,7 +50,7 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What a job came to.  `failed` is the same on every rank, because the exit code follows from it; the rest is
-    rank 0's to know.
+    rank 0's to know.  ranks is 0 where nothing had to be done.
 
     finish: rows by finish reason; errors: error rows by code.  seconds: from start to last row, load_seconds of it
     for loading weights.  default_capped: rows that ended at a cap that their request did not set.
@@ -212,9 +212,10 @@ def _table(s: Summary) -> str:
         ("tokens", f"{tokens:,}: {s.prompt_tokens:,} prompt, {s.generated_tokens:,} generated"
          + (f"; {s.wasted_tokens:,} computed twice" if s.wasted_tokens else "")),
         ("time", f"{s.seconds:.1f} s, of it {s.load_seconds:.1f} s loading; {s.steps:,} steps on {s.ranks} "
-         f"{'rank' if s.ranks == 1 else 'ranks'}" + (f"; {s.preemptions} preemptions" if s.preemptions else "")),
+         f"{'rank' if s.ranks == 1 else 'ranks'}" + (f"; {s.preemptions} preemptions" if s.preemptions else "")
+         if s.ranks else ""),
         ("moves", _moves(s)),
-        ("speed", _speed(s)),
+        ("speed", _speed(s) if s.ranks else ""),
         ("sequence", f"completed in {s.sct_p50:.1f} s (half), {s.sct_p95:.1f} s (95 %), {s.sct_p99:.1f} s (99 %)"
          if s.sct_p50 == s.sct_p50 else ""),
         ("expert load", _load(s)),

@@ -16,8 +16,9 @@ from bgmpi.errors import RowError
 
 
 class Finish(IntEnum):
-    """Why a sequence ended; the names are those of the OpenAI API."""
+    """Why a sequence ended; the names are those of the OpenAI API.  One that is saved before its end is unfinished."""
 
+    UNFINISHED = -1
     STOP = 0
     LENGTH = 1
     ERROR = 2
@@ -79,6 +80,16 @@ class Logprobs:
     chosen: NDArray[np.float32]
     top_ids: NDArray[np.int32]
     top: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Begun:
+    """What an unfinished sequence has: `tokens` int32 [n], generated; their log-probabilities, where asked for; when it
+    had its first token."""
+
+    tokens: NDArray[np.int32]
+    logprobs: Logprobs | None
+    first_token_s: float
 
 
 @dataclass(slots=True)

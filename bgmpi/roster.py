@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bgmpi.coroutine import State, StateTable
 from bgmpi.errors import InternalError
-from bgmpi.primitives import Ids, Migrate, Partition, Reported
+from bgmpi.primitives import Arrived, Ids, Migrate, Partition, Reported
 
 #: A guess at the tokens of an answer whose cap is longer: a cap says little about an answer's real length.
 USUAL_ANSWER = 1024
@@ -121,11 +121,14 @@ class Roster:
 
     # --- what is ordered ------------------------------------------------------------------------------------------
 
-    def arrive(self, names: Ids, prompt: NDArray[np.int64], cap: NDArray[np.int64]) -> None:
+    def arrive(self, event: Arrived) -> None:
         """Note sequences that were read."""
+        names, prompt, cap = event.sequences, event.prompt, event.cap
         self.prompt[names] = prompt
         self.cap[names] = cap
-        self.effort[names] = prompt / 8 + np.minimum(cap, USUAL_ANSWER)
+        if len(event.decoded):
+            self._decoded[names] = event.decoded
+        self.effort[names] = prompt / 8 + np.minimum(cap - self._decoded[names], USUAL_ANSWER)
 
     def give(self, names: Ids, ranks: NDArray[np.int64]) -> None:
         """Note that waiting sequences were given to a rank each."""

@@ -39,6 +39,7 @@ from bgmpi.primitives import (
     Partition,
     Refused,
     Reported,
+    Restored,
     Run,
     Stop,
     Yield,
@@ -149,6 +150,9 @@ class Scheduler:
                     self._arrive(event)
                 case Refused(sequences=names):
                     self.roster.move(names, State.FAILED)
+                case Restored(done=done, failed=failed):
+                    self.table.restore(done, State.DONE)
+                    self.table.restore(failed, State.FAILED)
                 case InputEnded():
                     self._input_ended = True
                 case Reported():
@@ -186,7 +190,7 @@ class Scheduler:
 
     def _arrive(self, event: Arrived) -> None:
         names = event.sequences
-        self.roster.arrive(names, event.prompt, event.cap)
+        self.roster.arrive(event)
         self._queue[self._tail : self._tail + len(names)] = names
         self._tail += len(names)
 
@@ -336,7 +340,7 @@ class Scheduler:
         for report in known:
             pages[report.rank] = report.free_pages + report.pool_pages // 4
         pages -= roster.count[:, State.WAITING] + roster.incoming
-        need = -(-roster.prompt[names].astype(np.int64) // self.rules.page_tokens) + 1
+        need = roster.pages(names, self.rules.page_tokens)
         idle = roster.owned + roster.incoming == 0
         ranks = place(roster.effort[names].astype(np.float64), need, Room(roster.work.copy(), slots, pages, idle))
         names = names[: len(ranks)]

@@ -8,10 +8,10 @@ which the scheduler never reads.  So the file is JSON lines of two kinds behind 
     {"line":"deed","time":1.25,"rank":3,"what":"yield","sequences":[17,40],"bytes":65536,"seconds":0.001}
 
 A deed's line has no nesting, so `jq`, pandas and awk read it; beside the primitives (`run`, `yield`, `combine`,
-`migrate`, `partition`, `spill`) every event of a sequence leaves one (`arrived`, `refused`, or the state that it went
-to: `active`, `done`, ...), with no bytes and no seconds and the time of the round that heard of it.  Lines of deeds
-stand before the line of their round, and a line that a kill tore is left out.  Everything is written and read a line at
-a time, so neither costs memory, and a sequence costs about a hundred bytes of file over its life.
+`migrate`, `partition`, `spill`) every event of a sequence leaves one (`arrived`, `refused`, `restored`, or the state
+that it went to: `active`, `done`, ...), with no bytes and no seconds and the time of the round that heard of it.  Lines
+of deeds stand before the line of their round, and a line that a kill tore is left out.  Everything is written and read
+a line at a time, so neither costs memory, and a sequence costs about a hundred bytes of file over its life.
 
 Rejected alternatives: the MessagePack that crosses ranks, which nobody reads with a pager and grep; deeds inside the
 rounds' reports, where only a program that knows all records finds them.
@@ -28,12 +28,12 @@ import numpy as np
 
 from bgmpi.coroutine import State
 from bgmpi.errors import InputError, MissingError
-from bgmpi.primitives import NOBODY, Arrived, Event, Ids, InputEnded, Instruction, Refused, Reported
+from bgmpi.primitives import NOBODY, Arrived, Event, Ids, InputEnded, Instruction, Refused, Reported, Restored
 
 FORMAT = "bgmpi-trace"
 VERSION = 2
 #: What a line of a deed says that is the line of an event.
-EVENTS = frozenset(("arrived", "refused", "input_ended", *(state.name.lower() for state in State)))
+EVENTS = frozenset(("arrived", "refused", "restored", "input_ended", *(state.name.lower() for state in State)))
 
 
 class Round(msgspec.Struct, frozen=True, eq=False, tag_field="line", tag="round"):
@@ -140,6 +140,8 @@ def _lines_of(event: Event, seconds: float) -> Iterator[DeedLine]:
             yield DeedLine(seconds, 0, "arrived", event.sequences, 0, 0.0)
         case Refused():
             yield DeedLine(seconds, 0, "refused", event.sequences, 0, 0.0)
+        case Restored():
+            yield DeedLine(seconds, 0, "restored", np.concatenate((event.done, event.failed)), 0, 0.0)
         case InputEnded():
             yield DeedLine(seconds, 0, "input_ended", NOBODY, 0, 0.0)
         case Reported():

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bgmpi.errors import InternalError, RowError
 from bgmpi.io.text_stream import TextStream
 from bgmpi.io.tokenizer import Tokenizer
-from bgmpi.request import Answer, Finish, Logprobs, Request
+from bgmpi.request import Answer, Begun, Finish, Logprobs, Request
 
 NAN = float("nan")
 
@@ -144,6 +144,33 @@ def unpack(parcel: TranscriptParcel, tokenizer: Tokenizer, generated: NDArray[np
                     f"but stop text {matched!r} had ended it"
                 )
     return transcript
+
+
+def go_on(request: Request, sample: int, queued_s: float, begun: Begun, tokenizer: Tokenizer) -> Transcript:
+    """Return the transcript of a sequence that an earlier attempt began; log-probabilities of its prompt come anew."""
+    asks = request.sampling
+    parcel = TranscriptParcel(
+        request, sample, queued_s, asks.max_tokens is None, begun.logprobs, None, begun.first_token_s, None
+    )
+    return unpack(parcel, tokenizer, begun.tokens)
+
+
+def so_far(transcript: Transcript, tokens: NDArray[np.int32]) -> Answer:
+    """Return what an unfinished sequence has, as `go_on` needs it.  tokens int32 [n]: everything generated."""
+    request = transcript.request
+    return Answer(
+        row=request.row,
+        sample=transcript.sample,
+        custom_id=request.custom_id,
+        finish=Finish.UNFINISHED,
+        prompt_tokens=len(request.prompt),
+        tokens=tokens,
+        text="",
+        logprobs=transcript.logprobs.joined() if transcript.logprobs is not None else None,
+        url=request.url,
+        queued_s=transcript.queued_s,
+        first_token_s=transcript.first_token_s,
+    )
 
 
 def close_transcript(

@@ -29,7 +29,7 @@ Array = NDArray[Any]
 Index = NDArray[np.int64]
 
 STATUS = {"done": 0, "error": 1}
-FINISH = {finish.name.lower(): int(finish) for finish in Finish}
+FINISH = {finish.name.lower(): int(finish) for finish in Finish if finish is not Finish.UNFINISHED}
 
 #: fixed columns: path -> dtype.
 FIXED: dict[str, np.dtype[Any]] = {

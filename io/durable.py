@@ -65,6 +65,16 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def make_folder(folder: Path) -> None:
+    """Let `folder` be there, on the disk too; raise WriteError."""
+    try:
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
+    except OSError as error:
+        raise write_failed(folder, error, 0) from error
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Make `path` hold exactly `data`, atomically and on the disk; raise WriteError and leave nothing otherwise."""
     temporary = path.with_name(f".{path.name}.tmp")

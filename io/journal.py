@@ -1,10 +1,13 @@
 """The append-only list of valid segments: a segment that no journal names does not exist.
 
-Each writer (one rank of one run) owns one journal file that it alone creates and appends to, so no lock is needed, a
-resumed run never appends to a file that a kill may have torn, and a torn last line can never swallow the next record
+Each writer (one rank of one attempt) owns one journal file that it alone creates and appends to, so no lock is needed,
+a resumed run never appends to a file that a kill may have torn, and a torn last line can never swallow the next record
 (the fault of PyTables-style and JSONL journals).  One line is one JSON object; a line counts only with its newline.
 
-The journal knows names, sizes and hashes of segments and nothing of what is inside them.
+Beside the segments of finished answers a journal names how far the unfinished ones were: of those files only the last
+one counts, and a writer removes the others.
+
+The journal knows names, sizes and hashes of files and nothing of what is inside them.
 """
 
 from __future__ import annotations
@@ -13,33 +16,41 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 
 from bgmpi.io.durable import sync_folder, write_all, write_failed
 
 PREFIX = "journal-"
+SEGMENT: Final = "segment"
+PROGRESS: Final = "progress"
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One valid segment.  name: file name in the folder; records: answers inside; bytes, sha256: of the file."""
+    """One valid file.  name: in the folder; records: answers inside; bytes, sha256: of the file; kind: segment, or
+    progress of unfinished answers; seconds: of the job when it was written."""
 
     name: str
     records: int
     bytes: int
     sha256: str
+    kind: Literal["segment", "progress"] = SEGMENT
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class JournalReading:
     """What the journals of a folder name.
 
-    entries: segments that are there and whole, in order of writing within a journal.  damaged: one sentence for each
-    named segment that is missing or changed.  torn: one sentence for each line that is no record.
+    entries: segments that are there and whole, in order of writing within a journal; progress: the last one of each
+    journal, where it is whole.  damaged: one sentence for each named file that is missing or changed.  torn: one
+    sentence for each line that is no record.
     """
 
     folder: Path
     entries: tuple[Entry, ...]
+    progress: tuple[Entry, ...]
     damaged: tuple[str, ...]
     torn: tuple[str, ...]
 
@@ -81,17 +92,19 @@ def read_journal(folder: str | os.PathLike[str], *, verify: bool = True) -> Jour
     With `verify` each segment is hashed; without, only its presence and size are checked.
     """
     folder = Path(folder)
-    entries: list[Entry] = []
+    found: dict[str, list[Entry]] = {SEGMENT: [], PROGRESS: []}
     damaged: list[str] = []
     torn: list[str] = []
     for path in sorted(folder.glob(f"{PREFIX}*.jsonl")):
-        for entry in _read_lines(path, torn):
+        lines = _read_lines(path, torn)
+        last = [one for one in lines if one.kind == PROGRESS][-1:]
+        for entry in [*(one for one in lines if one.kind == SEGMENT), *last]:
             fault = _fault(folder, entry, verify)
             if fault:
                 damaged.append(f"{entry.name} ({entry.records} answers, named by {path.name}): {fault}")
             else:
-                entries.append(entry)
-    return JournalReading(folder, tuple(entries), tuple(damaged), tuple(torn))
+                found[entry.kind].append(entry)
+    return JournalReading(folder, tuple(found[SEGMENT]), tuple(found[PROGRESS]), tuple(damaged), tuple(torn))
 
 
 def _read_lines(path: Path, torn: list[str]) -> list[Entry]:

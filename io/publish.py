@@ -25,21 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError
-from bgmpi.io.columns import (
-    FINISH,
-    FIXED,
-    RAGGED,
-    STATUS,
-    Array,
-    Index,
-    Table,
-    concatenate,
-    cuts_by_bytes,
-    empty,
-    entry_bytes,
-)
+from bgmpi.io import attempts
+from bgmpi.io.attempts import RowMap
+from bgmpi.io.collected import Collected, collect
+from bgmpi.io.columns import FINISH, FIXED, RAGGED, STATUS, Array, Index, Table, concatenate, cuts_by_bytes, empty
 from bgmpi.io.durable import HdfSink, remove_if_there, replacing
-from bgmpi.io.journal import PREFIX, JournalReading, read_journal
+from bgmpi.io.journal import PREFIX, JournalReading
 from bgmpi.io.segments import Segment
 
 FORMAT = "bgmpi-results"
@@ -91,12 +82,13 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """All answers in output order: segment, entry in it, bytes [k]; first_sample [rows + 1] cuts them in rows."""
+    """All answers in output order: segment, entry in it, row, bytes [k]; first_sample [rows + 1] cuts them in rows."""
 
     segments: list[Segment]
     segment: Index
     entry: Index
     first_sample: Index
+    row: Index
     bytes: Index
 
 
@@ -108,34 +100,37 @@ def publish(
     samples_per_row: NDArray[np.int32],
     *,
     prompts_per_row: NDArray[np.int32] | None = None,
+    maps: Mapping[int, RowMap] | None = None,
     block_bytes: int = 32 << 20,
 ) -> Published:
     """Publish the answers of all segments of `folder` as `output`, replacing it only when all is written.
 
     samples_per_row int32 [n_rows]: sequences of each row (0 or 1 for a row refused while reading); prompts_per_row
-    int32 [n_rows]: how many prompts these samples share, 1 when None.  Raise InternalError naming rows that are
-    missing or there twice (law 5), WriteError when `output` cannot be written.
+    int32 [n_rows]: how many prompts these samples share, 1 when None; maps: as `collect` takes them.  Raise
+    InternalError naming rows that are missing or there twice (law 5), WriteError when `output` cannot be written.
     """
     output = Path(os.path.realpath(output))  # a link to scratch space stays a link
     prompts = np.ones(n_rows, np.int32) if prompts_per_row is None else np.asarray(prompts_per_row, np.int32)
     if len(samples_per_row) != n_rows or len(prompts) != n_rows:
         raise InternalError(f"{n_rows} rows, but {len(samples_per_row)} sample counts and {len(prompts)} prompt counts")
-    journal = read_journal(folder)
-    order = _in_order(journal, n_rows, np.asarray(samples_per_row, np.int64))
+    collected = collect(Path(folder), maps)
+    order = _in_order(collected, n_rows, np.asarray(samples_per_row, np.int64))
     _remove_stale(output)
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(6)}.publishing")
     needed = int(order.bytes.sum())
     with replacing(output, temporary, needed) as path, HdfSink(path) as sink:
         done, tokens = _write(sink, provenance, order, prompts, block_bytes)
     size = output.stat().st_size
-    return Published(output, n_rows, done, n_rows - done, len(order.entry), tokens, size, journal)
+    return Published(output, n_rows, done, n_rows - done, len(order.entry), tokens, size, collected.journal)
 
 
 def remove_parts(folder: str | os.PathLike[str]) -> None:
     """Remove the segments and journals of `folder`, and the folder when nothing else is in it."""
     folder = Path(folder)
-    for pattern in (f"{PREFIX}*.jsonl", "segment-*.h5", ".segment-*.tmp"):
-        for path in sorted(folder.glob(pattern)):  # journals first: a kill between leaves no record without its segment
+    # Journals first: a kill between leaves no record without its file.
+    files = ("segment-*.h5", ".segment-*.tmp", "progress-*.h5", ".progress-*.tmp")
+    for pattern in (f"{PREFIX}*.jsonl", *files, *attempts.PATTERNS):
+        for path in sorted(folder.glob(pattern)):
             remove_if_there(path)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
@@ -149,27 +144,18 @@ def _remove_stale(output: Path) -> None:
 # --- the index of all answers and law 5 ---------------------------------------------------------------------------
 
 
-def _in_order(journal: JournalReading, n_rows: int, samples: Index) -> _Order:
-    segments = [Segment(journal.folder / entry.name) for entry in journal.entries]
-    counts = [segment.entries for segment in segments]
-    row_parts, number_parts = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-    size_parts = [np.empty(0, np.int64)]
-    for opened in segments:
-        table = opened.table()
-        row_parts.append(table.fixed["samples/row"].copy())
-        number_parts.append(table.fixed["samples/sample"].copy())
-        size_parts.append(entry_bytes(table))
-    rows, numbers, sizes = np.concatenate(row_parts), np.concatenate(number_parts), np.concatenate(size_parts)
-    segment = np.repeat(np.arange(len(segments)), np.array(counts, np.int64))
-    entry = np.concatenate([np.empty(0, np.int64), *(np.arange(count) for count in counts)])
+def _in_order(collected: Collected, n_rows: int, samples: Index) -> _Order:
+    rows, numbers = collected.row, collected.sample
     order = np.lexsort((numbers, rows))
-    _check_each_once(rows[order], numbers[order], n_rows, samples, journal)
+    _check_each_once(rows[order], numbers[order], n_rows, samples, collected)
     first = np.zeros(n_rows + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=n_rows), out=first[1:])
-    return _Order(segments, segment[order], entry[order], first, sizes[order])
+    return _Order(
+        collected.segments, collected.segment[order], collected.entry[order], first, rows[order], collected.bytes[order]
+    )
 
 
-def _check_each_once(rows: Index, numbers: Array, n_rows: int, samples: Index, journal: JournalReading) -> None:
+def _check_each_once(rows: Index, numbers: Array, n_rows: int, samples: Index, collected: Collected) -> None:
     """Raise InternalError unless every row has each of its samples once, or one entry that refuses it (law 5)."""
     faults = []
     strange = (rows < 0) | (rows >= n_rows)
@@ -187,10 +173,10 @@ def _check_each_once(rows: Index, numbers: Array, n_rows: int, samples: Index, j
     named = {"rows without all their answers": missing, "rows answered twice": twice, "rows with wrong samples": wrong}
     faults += [_name_rows(what, at) for what, at in named.items() if len(at)]
     if faults:
-        lost = f" Damaged segments: {'; '.join(journal.damaged)}." if journal.damaged else ""
+        lost = f" Damaged segments: {'; '.join(collected.damaged)}." if collected.damaged else ""
         raise InternalError(
-            f"nothing was published from {journal.folder}: {'; '.join(faults)} (rows count from 0; {n_rows} rows)."
-            f"{lost} The segments are kept; run again to redo missing rows."
+            f"nothing was published from {collected.journal.folder}: {'; '.join(faults)} (rows count from 0; {n_rows} "
+            f"rows).{lost} The segments are kept; run again to redo missing rows."
         )
 
 
@@ -271,7 +257,9 @@ def _gather(order: _Order, start: int, stop: int) -> Table:
     ]
     back = np.empty(stop - start, np.int64)
     back[by_segment] = np.arange(stop - start)
-    return concatenate(tables or [empty()]).take(back)
+    table = concatenate(tables or [empty()]).take(back)
+    table.fixed["samples/row"] = order.row[start:stop]  # as the present input numbers them
+    return table
 
 
 def _write_block(writer: _Appender, order: _Order, start: int, stop: int) -> int:

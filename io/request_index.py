@@ -1,11 +1,11 @@
 """One streaming pass over the input file, before any weight is loaded: where each row lies and what the job is.
 
-The pass keeps 48 bytes a row (offset, length, line, samples, prompts, digest of the custom_id) and never a line
-longer than `max_line_bytes`, so neither a million rows nor one huge line fills the memory.  It decides only what must
-be known of the whole file: how many sequences there are, whether chats occur, and that no two rows share a custom_id
-(answers could not be told apart; the one fault of a row that stops the job).  Everything else that is wrong with a
-line becomes that row's error when `RequestReader` reads it.  Rejected alternative: a set of custom_ids, 100 bytes a
-row and more.
+The pass keeps 56 bytes a row (offset, length, line, samples, prompts, digest of the custom_id, hash of the line) and
+never a line longer than `max_line_bytes`, so neither a million rows nor one huge line fills the memory.  It decides
+only what must be known of the whole file: how many sequences there are, whether chats occur, and that no two rows share
+a custom_id (answers could not be told apart; the one fault of a row that stops the job).  Everything else that is wrong
+with a line becomes that row's error when `RequestReader` reads it.  Rejected alternative: a set of custom_ids, 100
+bytes a row and more.
 
 Rows are numbered from 0 over the non-blank lines; lines are physical and counted from 1.
 """
@@ -39,6 +39,8 @@ MAX_LINE_BYTES = 64 << 20
 _BOM = b"\xef\xbb\xbf"
 _PIECE = 1 << 20
 _DIGEST = 16
+_CONTENT = 8
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 _HEAD_BYTES = 1 << 16
 _LEADING_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -51,7 +53,9 @@ class RequestIndex:
 
     `offset`, `length` int64 [rows]: bytes in the file, without the line's end.  `line` int64 [rows].  `samples` int32
     [rows]: how many sequences the row has; `prompts` int32 [rows]: how many prompts they share evenly; both 1 when that
-    cannot be read.  `first_chat_line` is 0 when no row is a chat.
+    cannot be read.  `content` uint64 [rows]: a hash of the line's bytes, by which a row is known again in another
+    order or among other rows; equal lines differ by how often they came before.  `first_chat_line` is 0 when no row is
+    a chat.
     `size` and `sha256` are of the whole file.
     """
 
@@ -60,6 +64,7 @@ class RequestIndex:
     line: NDArray[np.int64]
     samples: NDArray[np.int32]
     prompts: NDArray[np.int32]
+    content: NDArray[np.uint64]
     size: int
     sha256: str
     first_chat_line: int
@@ -100,16 +105,21 @@ class _Growing:
     def __init__(self) -> None:
         self.offset, self.length, self.line = array("q"), array("q"), array("q")
         self.samples, self.prompts = array("i"), array("i")
+        self.content = array("Q")
         self.digests = bytearray()
         self.first_chat_line = 0
 
-    def add(self, offset: int, length: int, line: int, facts: tuple[str | None, object, int, int]) -> None:
+    def add(
+        self, offset: int, length: int, line: int, facts: tuple[str | None, object, int, int], content: bytes
+    ) -> None:
+        """Add a row; content: 8 bytes of hash of its line."""
         custom_id, url, samples, prompts = facts
         self.offset.append(offset)
         self.length.append(length)
         self.line.append(line)
         self.samples.append(samples)
         self.prompts.append(prompts)
+        self.content.append(int.from_bytes(content, "little"))
         self.digests += bytes(_DIGEST) if custom_id is None else _digest(custom_id)
         if url == CHAT_URL and not self.first_chat_line:
             self.first_chat_line = line
@@ -129,7 +139,8 @@ def scan_requests(path: Path | str, *, max_line_bytes: int = MAX_LINE_BYTES) -> 
     return RequestIndex(
         np.frombuffer(columns.offset, np.int64), np.frombuffer(columns.length, np.int64),
         np.frombuffer(columns.line, np.int64), np.frombuffer(columns.samples, np.int32),
-        np.frombuffer(columns.prompts, np.int32), size, digest.hexdigest(), columns.first_chat_line, max_line_bytes,
+        np.frombuffer(columns.prompts, np.int32), _told_apart(np.frombuffer(columns.content, np.uint64)), size,
+        digest.hexdigest(), columns.first_chat_line, max_line_bytes,
     )
 
 
@@ -142,19 +153,35 @@ def _scan(file: BufferedReader, columns: _Growing, digest: Any, max_line_bytes: 
         start, offset = offset, offset + len(piece)
         if not piece.endswith(b"\n") and len(piece) == max_line_bytes + 2:
             facts = (leading_custom_id(piece[:_HEAD_BYTES]), None, 1, 1)
+            content_hash = hashlib.blake2b(piece, digest_size=_CONTENT)
             while piece and not piece.endswith(b"\n"):
                 piece = file.readline(_PIECE)
                 digest.update(piece)
+                content_hash.update(piece)
                 offset += len(piece)
-            columns.add(start, offset - start - piece.endswith(b"\n"), line, facts)
+            columns.add(start, offset - start - piece.endswith(b"\n"), line, facts, content_hash.digest())
             continue
         if line == 1 and piece.startswith(_BOM):
             start, piece = start + len(_BOM), piece[len(_BOM) :]
         content = piece.rstrip()
         if not content:
             continue
-        columns.add(start, len(content), line, _row_facts(content, max_line_bytes))
+        content_hash = hashlib.blake2b(content, digest_size=_CONTENT)
+        columns.add(start, len(content), line, _row_facts(content, max_line_bytes), content_hash.digest())
     return offset
+
+
+def _told_apart(content: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the hashes, those of equal lines changed by how many of them came before."""
+    order = np.argsort(content, kind="stable")
+    ordered = content[order]
+    begins = np.ones(len(content), bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    place = np.arange(len(content))
+    before = place - np.maximum.accumulate(np.where(begins, place, 0))
+    apart = content.copy()
+    apart[order] += before.astype(np.uint64) * _ODD
+    return apart
 
 
 def _open(path: Path) -> BufferedReader:

@@ -2,8 +2,10 @@
 
 A `SegmentWriter` buffers answers and turns them into one segment at a time: the file is built in memory, written to a
 temporary name, fsynced, renamed, the folder fsynced, and only then named in the rank's journal (design section 7).  A
-kill at any instant loses the buffer and nothing else.  No MPI here, no lock, no file that is opened twice for writing:
-rejected were parallel HDF5 (needs its own build, hangs on empty ranks) and appending to one file (a kill tears it).
+kill at any instant loses the buffer and nothing else.  What unfinished sequences have so far is written in the same
+way (`save_progress`), one file a rank, each taking the place of the one before.  No MPI here, no lock, no file that is
+opened twice for writing: rejected were parallel HDF5 (needs its own build, hangs on empty ranks) and appending to one
+file (a kill tears it).
 
 Segments are stored plainly (no compression), so that publishing can map them into memory and lift single answers out
 of thousands of segments while the page cache decides what stays; the published file is the compressed one.
@@ -14,21 +16,21 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError, WriteError
 from bgmpi.io.columns import DTYPES, FIXED, OFFSETS, RAGGED, Array, Table, from_answers
-from bgmpi.io.durable import sync_folder, write_durably, write_failed
-from bgmpi.io.journal import PREFIX, Entry, JournalReading, JournalWriter, read_journal
+from bgmpi.io.durable import make_folder, remove_if_there, write_durably
+from bgmpi.io.journal import PREFIX, PROGRESS, SEGMENT, Entry, JournalWriter
 from bgmpi.request import Answer, Finish
 
 SEGMENT_FORMAT = "bgmpi-segment"
@@ -52,16 +54,19 @@ class SegmentWriter:
         folder: str | os.PathLike[str],
         rank: int,
         *,
+        attempt: int = 1,
         segment_bytes: int = 16 << 20,
         segment_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create `folder` if need be and this writer's own journal in it; raise WriteError.
 
-        A segment is due when its answers take `segment_bytes` or the oldest has waited `segment_seconds` of `clock`.
+        attempt: which try of the job this is, from 1; a name tells it (`attempt_of`).  A segment is due when its
+        answers take `segment_bytes` or the oldest has waited `segment_seconds` of `clock`.
         """
         self.folder = Path(folder)
-        self._name = f"{secrets.token_hex(6)}-r{rank:05d}"  # a later attempt must never meet this one's names
+        # The token: should two processes take themselves for the same attempt, their files never meet.
+        self._name = f"{attempt:04d}-{secrets.token_hex(6)}-r{rank:05d}"
         self._segment_bytes = segment_bytes
         self._segment_seconds = segment_seconds
         self._clock = clock
@@ -69,12 +74,8 @@ class SegmentWriter:
         self._buffered_bytes = 0
         self._oldest = 0.0
         self._written = 0
-        try:
-            if not self.folder.is_dir():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                sync_folder(self.folder.parent)
-        except OSError as error:
-            raise write_failed(self.folder, error, 0) from error
+        self._progress: Path | None = None
+        make_folder(self.folder)
         self._journal = JournalWriter(self.folder / f"{PREFIX}{self._name}.jsonl")
 
     def add(self, answer: Answer) -> None:
@@ -116,14 +117,31 @@ class SegmentWriter:
         """
         if not self._buffer:
             return None
-        image = segment_image(from_answers(self._buffer))
-        name = f"segment-{self._name}-{self._written:06d}.h5"
-        self._written += 1
-        write_durably(self.folder / name, image)
-        entry = Entry(name, len(self._buffer), len(image), hashlib.sha256(image).hexdigest())
-        self._journal.append(entry)
+        entry = self._write("segment", SEGMENT, self._buffer)
         self._buffer.clear()
         self._buffered_bytes = 0
+        return entry
+
+    def save_progress(self, unfinished: list[Answer]) -> None:
+        """Write what unfinished sequences have so far, in place of what was written before; raise WriteError.
+
+        Call it with no buffered answers: an answer and its own progress would both be there.
+        """
+        if not unfinished and self._progress is None:
+            return
+        entry = self._write("progress", PROGRESS, unfinished)
+        if self._progress is not None:
+            remove_if_there(self._progress)
+        self._progress = self.folder / entry.name
+
+    def _write(self, word: str, kind: Literal["segment", "progress"], answers: list[Answer]) -> Entry:
+        image = segment_image(from_answers(answers))
+        name = f"{word}-{self._name}-{self._written:06d}.h5"
+        self._written += 1
+        write_durably(self.folder / name, image)
+        sha256 = hashlib.sha256(image).hexdigest()
+        entry = Entry(name, len(answers), len(image), sha256, kind, self._clock())
+        self._journal.append(entry)
         return entry
 
     def close(self) -> None:
@@ -225,25 +243,7 @@ def _place(file: h5py.File, name: str) -> tuple[int | None, tuple[int, ...]]:
     return dataset.get_offset(), dataset.shape
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What earlier attempts left: `row` int64 [k], `sample` int32 [k] (-1: the whole row was refused), `is_error`
-    bool [k], and the reading of the journals that it comes from."""
-
-    row: NDArray[np.int64]
-    sample: NDArray[np.int32]
-    is_error: NDArray[np.bool_]
-    journal: JournalReading
-
-
-def finished(folder: str | os.PathLike[str], *, verify: bool = True) -> Finished:
-    """Return every answer that a valid segment of `folder` holds, in no promised order."""
-    journal = read_journal(folder, verify=verify)
-    rows, samples = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-    errors = [np.empty(0, np.bool_)]
-    for entry in journal.entries:
-        fixed = Segment(journal.folder / entry.name).table().fixed
-        rows.append(fixed["samples/row"].copy())
-        samples.append(fixed["samples/sample"].copy())
-        errors.append(fixed["errors/present"] != 0)
-    return Finished(np.concatenate(rows), np.concatenate(samples), np.concatenate(errors), journal)
+def attempt_of(name: str) -> int:
+    """Return the attempt that wrote a file of this name, 0 when it cannot be told."""
+    found = re.match(r"(?:segment|progress)-(\d+)-", name)
+    return int(found[1]) if found else 0

@@ -1,6 +1,7 @@
 """Marks, the header line, and the rule that a group which promised tests and ran none has failed.
 
-A test belongs to one group: mpi(n) launches n ranks, gpu needs a device, slurm needs slurmctld, all others are serial.
+A test belongs to one group: faults is the long part of the kills, mpi(n) launches n ranks, gpu needs a device, slurm
+needs slurmctld, all others are serial.
 `--must-run mpi2,mpi3` turns "nothing selected" and "everything skipped" of such a group into a failure, because a
 suite that silently stops testing looks exactly like one that passes.
 
@@ -19,6 +20,7 @@ import pytest
 
 SLURM_HINT = "slurmctld is not installed: apt-get install -y --no-install-recommends slurm-wlm munge"
 _MARKS = (
+    "faults: kills that only `make test-faults` makes",
     "mpi(n): launches a program on n ranks",
     "gpu: needs a GPU",
     "slurm: needs slurmctld",
@@ -30,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --must-run."""
     parser.addoption(
         "--must-run", default="", metavar="GROUPS",
-        help="groups, with commas (serial, mpi2, mpi3, mpi4, gpu, slurm), of which each must run at least one test",
+        help="groups, with commas (serial, mpi2, mpi3, mpi4, gpu, slurm, faults): each must run at least one test",
     )  # fmt: skip
 
 
@@ -97,7 +99,7 @@ class GroupCounts:
 
 
 def _group(item: pytest.Item) -> str:
-    for name in ("slurm", "gpu"):
+    for name in ("faults", "slurm", "gpu"):
         if item.get_closest_marker(name):
             return name
     mark = item.get_closest_marker("mpi")

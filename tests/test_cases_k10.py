@@ -21,10 +21,11 @@ from results_for_tests import (
 )
 
 from bgmpi.errors import InputError, WriteError
+from bgmpi.io.collected import collect
 from bgmpi.io.journal import read_journal
 from bgmpi.io.publish import publish
 from bgmpi.io.results import open_results
-from bgmpi.io.segments import SegmentWriter, finished, parts_folder
+from bgmpi.io.segments import SegmentWriter, parts_folder
 
 FULL_DISK = """
 import sys
@@ -34,7 +35,8 @@ import numpy as np
 from bgmpi.errors import WriteError
 from bgmpi.io.publish import Provenance, publish
 from bgmpi.io.results import open_results
-from bgmpi.io.segments import SegmentWriter, finished, parts_folder
+from bgmpi.io.collected import collect
+from bgmpi.io.segments import SegmentWriter, parts_folder
 from bgmpi.request import Answer, Finish
 
 disk = Path(sys.argv[1])
@@ -63,7 +65,7 @@ except WriteError as error:
     told(error, folder / "segment-", 50_000)
 else:
     raise SystemExit("the disk did not fill")
-left = finished(folder)
+left = collect(folder)
 assert 0 < len(left.row) < 500 and not left.journal.damaged and not list(folder.glob(".*"))
 for entry in left.journal.entries:
     with h5py.File(folder / entry.name, "r") as file:
@@ -155,9 +157,9 @@ def test_c62_answers_that_could_not_be_written_stay_buffered(tmp_path: Path, mon
         patch.setattr("bgmpi.io.durable.os.replace", _fail_with(28))
         with pytest.raises(WriteError, match=r"segment-.* \(errno 28\); \d+ bytes needed, \d+ bytes free"):
             writer.flush()
-    assert writer.buffered == 1 and len(finished(tmp_path).row) == 0
+    assert writer.buffered == 1 and len(collect(tmp_path).row) == 0
     writer.close()
-    assert finished(tmp_path).row.tolist() == [0]
+    assert collect(tmp_path).row.tolist() == [0]
 
 
 def _fail_with(number: int) -> object:
@@ -250,7 +252,7 @@ def test_c68_a_torn_journal_line_redoes_that_record_and_keeps_all_others(tmp_pat
     data = journal.read_bytes()
     cut = {"in the record": data[:-40], "in a character": data[:-40] + b"\xc3", "before the newline": data[:-1]}
     journal.write_bytes(cut[where])
-    left = finished(folder)
+    left = collect(folder)
     assert left.row.tolist() == [0, 1, 2, 3] and len(left.journal.torn) == 1
     with SegmentWriter(folder, 0) as writer:
         for row in sorted(set(range(6)) - set(left.row.tolist())):
@@ -267,7 +269,7 @@ def test_c71_a_large_row_and_an_error_row_survive_into_a_later_attempt(tmp_path:
     with SegmentWriter(parts_folder(output), 0) as writer:
         writer.add(large)
         writer.add(error(1))
-    left = finished(parts_folder(output))
+    left = collect(parts_folder(output))
     assert dict(zip(left.row.tolist(), left.is_error.tolist(), strict=True)) == {0: False, 1: True}
     with SegmentWriter(parts_folder(output), 0) as writer:
         writer.add(answer(2))

@@ -15,7 +15,8 @@ from commands import run_commands
 from safetensors.torch import load_file, save_file
 from tokenizers_for_tests import make_tokenizer
 
-from bgmpi.io.segments import finished, parts_folder
+from bgmpi.io.collected import collect
+from bgmpi.io.segments import parts_folder
 from bgmpi.world import CODE_FILE
 
 BIAS = "mlp.gate.e_score_correction_bias"
@@ -169,7 +170,7 @@ def test_c57_a_rank_that_fails_alone_ends_all_and_is_named(
     long = [{"prompt": [at + 3], "max_tokens": 300, "temperature": 0, "ignore_eos": True} for at in range(6)]
     requests = jobs.write_requests(tmp_path / "r.jsonl", short + long)
     output = tmp_path / "out.h5"
-    argv = ["run", "--model", model, "-i", requests, "-o", output, "--dtype", "float32", "--segment-seconds", "0"]
+    argv = ["run", "--model", model, "-i", requests, "-o", output, "--dtype", "float32", "--checkpoint-interval", "0"]
     said = tmp_path / ("code" if code else "none/code")  # a code that cannot be kept must not keep the job alive
     words = [sys.executable, "-c", fault + _RUN, *argv]
     ended = launch.mpiexec(ranks, words, limit=60, env={CODE_FILE: str(said)})
@@ -183,5 +184,5 @@ def test_c57_a_rank_that_fails_alone_ends_all_and_is_named(
         assert f"is PID {named[1]}" in ended.stderr, ended
     assert not output.exists()
     if fault is not _AT_ROW_5:
-        kept = set(finished(parts_folder(output)).row.tolist())
+        kept = set(collect(parts_folder(output)).row.tolist())
         assert kept and kept <= set(range(6)), "rows that ended before the fault are in segments"

@@ -17,7 +17,7 @@ from bgmpi.values import duration, size
 TYPED = {
     "dtype": "float32", "load_format": "dummy", "generation_config": "none", "backend": "cpu", "progress": "lines",
     "log_level": "debug", "gpu_memory_utilization": "0.5", "top_p": "0.5", "min_p": "0.5", "stream_kv": "off",
-    "hold_policy": "longest-decoded", "drill": "yield=2,migrate=3",
+    "hold_policy": "longest-decoded", "drill": "yield=2,migrate=3", "resume": "must",
 }
 
 
@@ -107,7 +107,7 @@ def test_switches_take_no_word_a_word_or_no_before_them():
     (["--no-enable-expert-parallel"], {}, "", ["always"]),
     (["--model-path", "m"], {}, "", ["--model-path", "use --model"]),
     (["--mem-fraction-static", "0.8"], {}, "", ["--gpu-memory-utilization"]),
-    (["--resume", "auto"], {}, "", ["--resume", "not in this version"]),
+    (["--deterministic"], {}, "", ["--deterministic", "not in this version"]),
     ([], {}, "tensor_parallel_size = 2", ["tensor_parallel_size", "--ranks"]),
 ])
 def test_what_cannot_be_meant_is_refused_with_advice(argv, environ, toml, words):

@@ -7,7 +7,7 @@ import pytest
 
 from bgmpi.coroutine import IllegalMove, State
 from bgmpi.errors import InternalError
-from bgmpi.primitives import Migrate, Moved, Partition, Reported
+from bgmpi.primitives import Arrived, Migrate, Moved, Partition, Reported
 from bgmpi.roster import Roster
 
 
@@ -24,7 +24,7 @@ def roster(*active: int, ranks: int = 2, sequences: int = 6, cap: int = 2000) ->
     """All sequences on rank 0, `active` ones running."""
     roster = Roster(sequences, ranks)
     names = np.arange(sequences)
-    roster.arrive(names, np.full(sequences, 100), np.full(sequences, cap))
+    roster.arrive(Arrived(names, np.full(sequences, 100), np.full(sequences, cap)))
     roster.give(names, np.zeros(sequences, np.int64))
     roster.report([report(0, (State.ACTIVE, list(active)))])
     roster.check()

@@ -15,8 +15,9 @@ import pytest
 from results_for_tests import answer, error, logprobs
 
 from bgmpi.errors import InternalError
+from bgmpi.io.collected import collect
 from bgmpi.io.journal import read_journal
-from bgmpi.io.segments import Segment, SegmentWriter, finished, parts_folder
+from bgmpi.io.segments import Segment, SegmentWriter, parts_folder
 
 WRITER = """
 import sys
@@ -60,7 +61,7 @@ def test_an_empty_flush_writes_nothing(tmp_path: Path) -> None:
     with SegmentWriter(tmp_path, 0) as writer:
         assert writer.flush() is None
     assert list(tmp_path.glob("*.h5")) == []
-    assert len(finished(tmp_path).row) == 0
+    assert len(collect(tmp_path).row) == 0
 
 
 def test_a_segment_is_due_by_bytes_or_by_age(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_two_attempts_on_one_folder_never_meet(tmp_path: Path) -> None:
     for attempt in range(3):
         with SegmentWriter(tmp_path, 0) as writer:
             writer.add(answer(attempt))
-    left = finished(tmp_path)
+    left = collect(tmp_path)
     assert sorted(left.row.tolist()) == [0, 1, 2]
 
 
@@ -92,7 +93,7 @@ def test_finished_tells_rows_samples_and_errors(tmp_path: Path) -> None:
         writer.flush()
         writer.add(error(3))
         writer.add(error(5, -1))
-    left = finished(tmp_path)
+    left = collect(tmp_path)
     order = np.argsort(left.row)
     assert left.row[order].tolist() == [3, 5, 7]
     assert left.sample[order].tolist() == [0, -1, 1]
@@ -104,7 +105,7 @@ def test_a_failing_block_still_saves_what_was_finished(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model"), SegmentWriter(tmp_path, 0) as writer:
         writer.add(answer(1))
         raise ValueError("the model failed")
-    assert finished(tmp_path).row.tolist() == [1]
+    assert collect(tmp_path).row.tolist() == [1]
 
 
 def test_an_answer_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_kill_at_any_instant_loses_no_journalled_row(tmp_path: Path, delay: fl
         told = max(
             [told, *(int(line) for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n"))]
         )
-    left = finished(tmp_path)
+    left = collect(tmp_path)
     assert left.journal.damaged == ()
     assert sorted(left.row.tolist()) == list(range(len(left.row)))
     assert len(left.row) >= told  # what the writer said it had saved is saved
