@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from bgmpi.errors import BgmpiError
+from bgmpi.errors import BgmpiError, UsageError
 from bgmpi.io.attempts import Attempt, RowMap, alone, begin_attempt, next_number, read_attempts, row_maps
 from bgmpi.io.collected import Collected, begun, collect
 from bgmpi.io.publish import remove_parts
@@ -65,6 +65,11 @@ def look(job: Job, environ: Mapping[str, str], stack: ExitStack) -> Resumption:
     )
     first = index.first_sequence()
     nothing = nothing_left(int(first[-1]))
+    if start is Start.NOTHING and config.retry_failed:
+        raise UsageError(
+            f"--retry-failed: {config.output_file} is published, and error rows can only be tried again before; leave "
+            "it out, or pass --overwrite to compute everything anew"
+        )
     if start is Start.NOTHING:
         _LOG.info("%s holds the whole answer to this job: nothing is left to do", config.output_file)
         return Resumption(0, start, nothing, {}, summary=_summary(Path(config.output_file)))

@@ -66,7 +66,7 @@ class RowMap:
 def read_attempts(folder: Path) -> tuple[tuple[Attempt, ...], tuple[str, ...]]:
     """Return the attempts whose manifests can be read, oldest first, and one sentence for each that cannot."""
     attempts, damaged = [], []
-    for path in sorted(folder.glob(_MANIFEST.format(0).replace("0000", "*"))):
+    for path in sorted(folder.glob(PATTERNS[0])):
         try:
             attempts.append(msgspec.json.decode(path.read_bytes(), type=Attempt))
         except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bgmpi.errors import InternalError
 from bgmpi.io.attempts import GONE, RowMap
 from bgmpi.io.columns import Index, Table, entry_bytes, to_answers
 from bgmpi.io.journal import JournalReading, read_journal
@@ -59,7 +60,11 @@ def collect(folder: Path, maps: Mapping[int, RowMap] | None = None, *, verify: b
         if maps is not None and number not in maps:
             damaged.append(f"{one.name} ({one.records} answers): nothing is known of attempt {number}")
             continue
-        opened = Segment(folder / one.name)
+        try:
+            opened = Segment(folder / one.name)
+        except InternalError as error:  # whole, but of another version
+            damaged.append(f"{one.name} ({one.records} answers): {error}")
+            continue
         segments.append(opened)
         attempts.append(number)
         parts.append(_numbers(opened.table(), maps[number] if maps is not None else RowMap()))
