@@ -169,7 +169,7 @@ def test_out_of_memory_ends_the_job_at_once_and_what_is_written_can_be_read(
     ended = run_broken(ranks, _NO_MEMORY, command, tmp_path, 1, {})
     assert "out of memory (" in ended.stderr and "lower --host-kv-memory" in ended.stderr, ended
     assert "Traceback" not in ended.stderr
-    segments = sorted(parts_folder(tmp_path / "x.h5").glob("*.h5"))
+    segments = sorted(parts_folder(tmp_path / "x.h5").glob("segment-*.h5"))
     assert segments, list(parts_folder(tmp_path / "x.h5").iterdir())
     import h5py
 
