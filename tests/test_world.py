@@ -94,7 +94,8 @@ def test_the_first_failing_ranks_error_is_raised_on_every_rank(ranks: int) -> No
             world.agree(None)
 
     ended = launch.python_on_ranks(ranks, body)
-    assert sorted(ended.stdout.split("\n")[:-1]) == ["raised on 0", "raised on 1", "raised on 2"]
+    # What several ranks print at once may run together.
+    assert sorted(ended.stdout.replace("\n", "").split("raised on ")) == ["", "0", "1", "2"]
 
 
 @launch.on_ranks(1, 2, 3, 4)
