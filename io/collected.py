@@ -30,7 +30,7 @@ class Collected:
     """Answers [k] in no promised order.
 
     segment: int64, which of `segments` holds it, entry: int64, at which place; row: int64; sample: int32, -1 where one
-    entry stands for a refused row; finish: int8 (`Finish`); is_error: bool; bytes: int64, what it takes.
+    entry stands for a refused row; is_error: bool; bytes: int64, what it takes.
     """
 
     segments: list[Segment]
@@ -38,7 +38,6 @@ class Collected:
     entry: Index
     row: Index
     sample: NDArray[np.int32]
-    finish: NDArray[np.int8]
     is_error: NDArray[np.bool_]
     bytes: Index
     journal: JournalReading
@@ -71,11 +70,11 @@ def collect(folder: Path, maps: Mapping[int, RowMap] | None = None, *, verify: b
     counts = np.array([len(part[0]) for part in parts], np.int64)
     segment = np.repeat(np.arange(len(segments)), counts)
     attempt = np.repeat(np.array(attempts, np.int64), counts)
-    entry, row, sample, finish, is_error, size = _joined(parts)
+    entry, row, sample, is_error, size = _joined(parts)
     keep = np.flatnonzero(_newest(row, sample, attempt))
     return Collected(
-        segments, segment[keep], entry[keep], row[keep], sample[keep], finish[keep], is_error[keep], size[keep],
-        journal, tuple(damaged),
+        segments, segment[keep], entry[keep], row[keep], sample[keep], is_error[keep], size[keep], journal,
+        tuple(damaged),
     )  # fmt: skip
 
 
@@ -102,7 +101,7 @@ def begun(folder: Path, maps: Mapping[int, RowMap], finished: Collected) -> dict
 
 
 def _numbers(table: Table, how: RowMap) -> tuple[NDArray[Any], ...]:
-    """Return entry, row, sample, finish, is_error and bytes of the answers of one segment that count."""
+    """Return entry, row, sample, is_error and bytes of the answers of one segment that count."""
     row = table.fixed["samples/row"].copy()
     if how.rows is not None:
         known = (row >= 0) & (row < len(how.rows))
@@ -112,14 +111,11 @@ def _numbers(table: Table, how: RowMap) -> tuple[NDArray[Any], ...]:
     if how.rows is not None:
         counts &= row != GONE
     at = np.flatnonzero(counts)
-    return (
-        at, row[at], table.fixed["samples/sample"][at], table.fixed["samples/finish_reason"][at], is_error[at],
-        entry_bytes(table)[at],
-    )  # fmt: skip
+    return at, row[at], table.fixed["samples/sample"][at], is_error[at], entry_bytes(table)[at]
 
 
 def _joined(parts: list[tuple[NDArray[Any], ...]]) -> tuple[NDArray[Any], ...]:
-    kinds = (np.int64, np.int64, np.int32, np.int8, np.bool_, np.int64)
+    kinds = (np.int64, np.int64, np.int32, np.bool_, np.int64)
     return tuple(
         np.concatenate([np.empty(0, kind), *(part[place] for part in parts)]) for place, kind in enumerate(kinds)
     )

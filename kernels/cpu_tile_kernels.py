@@ -274,7 +274,11 @@ def experts(p):
     panels, groups = panel_begin[busy[0]], group_begin[busy[0]]
     addresses, out = np.empty(TILE, np.int64), np.zeros(4 * TILE_BYTES, np.uint8)
     total = np.empty(word[10], np.float32)
-    kept, room = own_room(max(word[16] * 4 * word[11], (word[17] + 2 * TILE) * 2 * word[12]))
+    most = 0
+    for k in range(busy[0]):
+        most = max(most, panel_begin[k + 1] - panel_begin[k])
+    size = max(word[16] * 4 * word[11], (word[17] + 2 * TILE) * 2 * word[12])
+    kept, room = own_room(size if most > AS_IT_LIES else 0)
     shaped = k = stage = 0
     while True:
         task -= 1
