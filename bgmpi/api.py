@@ -9,19 +9,22 @@ from __future__ import annotations
 from bgmpi.config import Config
 from bgmpi.errors import UsageError
 from bgmpi.report import Summary
+from bgmpi.stop_request import stop_on_signals
 
 
 def run_batch(config: Config) -> Summary:
     """Collective over the world: run the job that `config` describes and return its summary on every rank.
 
     Raise a BgmpiError, the same on every rank, when the job cannot be run; rows that fail are no error of the job.
+    SIGTERM and SIGUSR1 on any rank stop it at the next step with StoppedError, its state saved.
     """
     for value, flag in ((config.model, "--model DIR"), (config.input_file, "--input-file requests.jsonl")):
         if value is None:
             raise UsageError(f"nothing to run: give {flag}")
     from bgmpi.world import start_mpi
 
-    start_mpi()
-    from bgmpi.engine import run
+    with stop_on_signals() as stop:
+        start_mpi()
+        from bgmpi.engine import run
 
-    return run(config)
+        return run(config, stop)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from bgmpi.dialects import FOREIGN, Foreign, foreign, unknown
 from bgmpi.errors import InputError, UsageError
-from bgmpi.values import Reader, choice, drill, duration, integer, number, size, switch, text, top_k
+from bgmpi.values import Reader, choice, drill, duration, integer, max_errors, number, size, switch, text, top_k
 
 PREFIX = "BGMPI_"
 
@@ -101,6 +101,9 @@ class Config:
     resume: str = _option(
         "files", "auto", choice("auto", "never", "must", "force"), "go on with what an interrupted job left; force: "
         "also when the model or what answers depend on has changed")
+    max_errors: str | None = _option(
+        "files", None, max_errors, "stop, all saved, when more rows than that have failed: a number, or a share such "
+        "as 1%; unset: never")
     retry_failed: bool = _option("files", False, switch, "when going on, try the rows again that ended as errors")
 
     max_num_seqs: int = _option("batching", 256, size(), "active sequences a rank")
@@ -166,6 +169,9 @@ class Config:
     backend: str = _option("launch", "auto", choice("auto", "cpu"), "what computes")
     allow_rank_mismatch: bool = _option(
         "launch", False, switch, "run even if MPI and the launcher disagree on the number of ranks")
+    stop_before_walltime: float = _option(
+        "launch", 60.0, duration, "stop, all saved, that long before the batch system ends the job (it tells when in "
+        "SLURM_JOB_END_TIME); 0: never")
     config: str | None = _option("launch", None, text, "TOML file of these options")
 
     progress: str = _option(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ import torch
 from bgmpi import log
 from bgmpi.balance import Evening
 from bgmpi.config import Config
-from bgmpi.errors import OutOfMemory, UsageError
+from bgmpi.errors import BgmpiError, ExitCode, OutOfMemory, UsageError
 from bgmpi.group import Group
 from bgmpi.head import Head, Orders
 from bgmpi.io.segments import SegmentWriter, parts_folder
@@ -32,6 +33,8 @@ from bgmpi.rehearsal import rehearse
 from bgmpi.report import Summary
 from bgmpi.resume import Resumption, begin, look
 from bgmpi.scheduler import Rules
+from bgmpi.stop_request import StopRequest
+from bgmpi.stop_rules import StopRules
 from bgmpi.tally import Counts, Tally, total
 from bgmpi.weight_plan import everywhere_bytes
 from bgmpi.world import World, decode, open_world
@@ -43,48 +46,75 @@ _GATHERS, _SLOW_MEMORY = 3, 10e9
 _LOG = logging.getLogger("bgmpi.engine")
 
 
-def run(config: Config) -> Summary:
+def run(config: Config, stop: StopRequest) -> Summary:
     """Collective over the world: run the job that `config` describes; -> its summary on every rank.
 
-    Raises the same BgmpiError on every rank when the job cannot be run; a rank that fails alone ends all of them.
+    Raises the same BgmpiError on every rank when the job cannot be run, or is stopped (by `stop` of any rank, by the
+    wall time, by too many errors) with its state saved; a rank that fails alone ends all of them.
     Source: design sections 3 and 7.
     """
     begun = time.perf_counter()
     with ExitStack() as stack, _out_of_memory_is_told(config):
         stack.enter_context(torch.inference_mode())
         world = stack.enter_context(open_world(allow_mismatch=config.allow_rank_mismatch))
-        log.configure(world.rank, world.host, config.log_level)
-        together(world, lambda: _check_ranks(config, world))
-        _name_processes(world)
-        job = prepare(config, world)
-        attempt = together(world, lambda: look(job, os.environ, stack) if world.rank == 0 else None)
-        whole = world.broadcast([attempt.summary] if attempt is not None and attempt.summary else [], list[Summary])
-        if whole:
-            return whole[0]
-        clock = _common_clock(world, begun, attempt)
-        parts = lay_out(job, world, stack)
-        groups = world.groups()
-        # Only now: a job whose weights cannot be loaded leaves no folder that its second try would stumble over.
-        writer = stack.enter_context(_open_writer(job, world, clock, attempt, stack))
-        tally = Tally(writer)
-        rank = Rank(
-            world, groups, parts.store, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take,
-            config.check, notes=config.trace is not None,
-        )
-        tail = _tail_rules(job, world, groups, parts)
-        loaded = clock()
-        head = None
-        if world.rank == 0:
-            rules = _rules(job, world, parts, tail)
-            assert attempt is not None
-            head = Head(job, world.size, rules, attempt=attempt, pool=parts.pool, clock=clock, refuse=tally.take,
-                        stack=stack)
-        _rounds(world, head, rank, _Checkpoint(writer, rank, clock, config.checkpoint_interval))
-        together(world, writer.close)
-        if parts.spill is not None:
-            rank.moves.spilled_bytes = parts.spill.writes.bytes
-        counts = tally.counts(rank.executor.model.routed.numpy(force=True), rank.moves)
-        return _finish(world, head, counts, loaded)
+        with stop.at_once():
+            opened = _open(config, world, begun, stop, stack)
+        if isinstance(opened, Summary):
+            return opened
+        last = _rounds(world, opened.head, opened.rank, opened.checkpoint)
+        if last.reason:
+            _stop_early(world, opened, last)
+        together(world, opened.checkpoint.writer.close)
+        return _finish(world, opened)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A job that is ready for its first round.  head: on rank 0; loaded: seconds until then; spilled: tells bytes that
+    went to the disk tier."""
+
+    head: Head | None
+    rank: Rank
+    tally: Tally
+    checkpoint: _Checkpoint
+    loaded: float
+    spilled: Callable[[], int]
+
+
+def _open(config: Config, world: World, begun: float, stop: StopRequest, stack: ExitStack) -> _Opened | Summary:
+    """Collective over the world: check, load and lay out everything; -> the summary where nothing is left to do."""
+    log.configure(world.rank, world.host, config.log_level)
+    together(world, lambda: _check_ranks(config, world))
+    _name_processes(world)
+    job = prepare(config, world)
+    attempt = together(world, lambda: look(job, os.environ, stack) if world.rank == 0 else None)
+    whole = world.broadcast([attempt.summary] if attempt is not None and attempt.summary else [], list[Summary])
+    if whole:
+        return whole[0]
+    clock = _common_clock(world, begun, attempt)
+    parts = lay_out(job, world, stack)
+    groups = world.groups()
+    # Only now: a job whose weights cannot be loaded leaves no folder that its second try would stumble over.
+    writer = stack.enter_context(_open_writer(job, world, clock, attempt, stack))
+    tally = Tally(writer)
+    rank = Rank(
+        world, groups, parts.store, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take,
+        config.check, notes=config.trace is not None, stop=stop,
+    )  # fmt: skip
+    tail = _tail_rules(job, world, groups, parts)
+    loaded = clock()
+    head = None
+    if world.rank == 0:
+        assert attempt is not None
+        head = Head(
+            job, world.size, _rules(job, world, parts, tail), attempt=attempt, pool=parts.pool, clock=clock,
+            refuse=tally.take, stop_rules=_stop_rules(config, os.environ), stack=stack,
+        )  # fmt: skip
+    checkpoint = _Checkpoint(writer, rank, clock, config.checkpoint_interval)
+    spill = parts.spill
+    return _Opened(
+        head, rank, tally, checkpoint, loaded, lambda: spill.writes.bytes if spill is not None else 0
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -111,8 +141,8 @@ class _Checkpoint:
         self.saved = self.clock()
 
 
-def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint) -> None:
-    """Collective over the world: rounds until every sequence has ended."""
+def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint) -> Stop:
+    """Collective over the world: rounds until every sequence has ended, or the job must stop before -> the last."""
     while True:
         reports = world.gather(rank.report())
         orders = None
@@ -138,18 +168,33 @@ def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint
                 case Run():
                     rank.run(instruction)
                 case Stop():
-                    return
+                    return instruction
         checkpoint.save_if_due()
 
 
-def _finish(world: World, head: Head | None, counts: Counts, loaded: float) -> Summary:
+def _stop_early(world: World, opened: _Opened, last: Stop) -> NoReturn:
+    """Collective over the world: save all that ranks have, raise on each why the job stops."""
+    together(world, opened.checkpoint.save)
+    together(world, opened.checkpoint.writer.close)
+    where = f"all that was computed is saved in {opened.checkpoint.writer.folder}"
+    error = BgmpiError(f"{last.reason}; {where}" + ("; run again to go on" if last.code == ExitCode.STOPPED else ""))
+    if opened.head is not None:
+        opened.head.stop(str(error))
+    error.exit_code = ExitCode(last.code)
+    error.agreed = True
+    raise error
+
+
+def _finish(world: World, opened: _Opened) -> Summary:
     """Collective over the world: publish on rank 0, tell everybody the summary."""
-    everyone = world.gather(counts)
+    head, rank = opened.head, opened.rank
+    rank.moves.spilled_bytes = opened.spilled()
+    everyone = world.gather(opened.tally.counts(rank.executor.model.routed.numpy(force=True), rank.moves))
 
     def publish() -> Summary | None:
         if head is None or everyone is None:
             return None
-        return head.summarise(total(decode(one, Counts) for one in everyone), head.publish(), loaded)
+        return head.summarise(total(decode(one, Counts) for one in everyone), head.publish(), opened.loaded)
 
     return world.broadcast(together(world, publish), Summary)
 
@@ -228,6 +273,12 @@ def _rules(job: Job, world: World, parts: Parts, tail: TailRules) -> Rules:
         evening=Evening(page_bytes=parts.store.page_bytes, nodes=tuple(world.node_of.tolist())),
         tail=tail,
     )
+
+
+def _stop_rules(config: Config, environ: Mapping[str, str]) -> StopRules:
+    """Return when this job stops by itself."""
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    return StopRules(float(end) if end.isdigit() else None, config.stop_before_walltime, config.max_errors)
 
 
 def _may_pay(job: Job, world: World, group: Group) -> bool:

@@ -6,11 +6,15 @@ every rank with the requests that it speaks of, and both go to the trace.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +27,19 @@ from bgmpi.io.openai_lines import export_errors
 from bgmpi.io.publish import Published, publish, remove_parts
 from bgmpi.io.segments import parts_folder
 from bgmpi.prepare import Job
-from bgmpi.primitives import Admit, Event, Instruction, Reported
+from bgmpi.primitives import NOBODY, Admit, Event, Instruction, Refused, Reported, Restored, StopAsked
 from bgmpi.rank import Work
 from bgmpi.report import Snapshot, Summary, progress_of
 from bgmpi.request import Answer
 from bgmpi.resume import Resumption
 from bgmpi.scheduler import Rules, Scheduler
+from bgmpi.stop_rules import StopRules
 from bgmpi.tally import Counts
 from bgmpi.trace import TraceWriter
+
+#: Rounds of which the longest is taken for how long the next may last.
+_LAST_ROUNDS = 8
+_LOG = logging.getLogger("bgmpi.head")
 
 
 class Orders(Struct):
@@ -43,7 +52,8 @@ class Orders(Struct):
 class Head:
     """The job as rank 0 sees it.
 
-    attempt: how this one begins; pool: tokens of KV of the smallest rank; refuse: takes rows that never run.
+    attempt: how this one begins; pool: tokens of KV of the smallest rank; refuse: takes rows that never run;
+    stop_rules: when the job stops before its end.
     """
 
     def __init__(
@@ -56,6 +66,7 @@ class Head:
         pool: int,
         clock: Callable[[], float],
         refuse: Callable[[Answer], None],
+        stop_rules: StopRules,
         stack: ExitStack,
     ) -> None:
         assert job.index is not None
@@ -83,6 +94,10 @@ class Head:
         columns = shutil.get_terminal_size((120, 24)).columns
         self._progress = progress_of(config, sys.stderr, metrics=metrics, columns=columns)
         stack.callback(self._progress.close)
+        self._stop_rules = stop_rules
+        self._decided: deque[float] = deque(maxlen=_LAST_ROUNDS)
+        self._failed = np.zeros(self._intake.rows, bool)
+        self._faults = np.zeros(self._intake.rows, bool)
         self._wasted = 0
         self._now = Snapshot(0, 0, self._intake.sequences, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
 
@@ -92,6 +107,7 @@ class Head:
         room = sum(report.slots_free for report in reports)
         wanted = scheduler.wanted() if scheduler.round_number else 2 * room
         events: list[Event] = [*reports, *self._intake.read(wanted)]
+        events += self._wishes_to_stop(reports, events)
         said = scheduler.handle(events)
         if self._job.config.check:
             scheduler.check()
@@ -99,6 +115,11 @@ class Head:
             self._trace.round(scheduler.round_number, self._clock(), events, said)
         self._watch(reports)
         return [Orders(one, self._work(one)) for one in said]
+
+    def stop(self, why: str) -> None:
+        """Show the last line of progress of a job that stops before its end, and why."""
+        self._progress.show(replace(self._now, seconds=self._clock()), last=True)
+        _LOG.warning("stopped: %s", why)
 
     def publish(self) -> Published:
         """Merge all segments into the output file.  Raises WriteError; the segments stay until it is whole."""
@@ -163,6 +184,22 @@ class Head:
         )
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _wishes_to_stop(self, reports: list[Reported], events: list[Event]) -> list[StopAsked]:
+        """Return what the rules for stopping say of this moment."""
+        now = time.time()
+        self._decided.append(now)
+        longest = max((later - earlier for earlier, later in pairwise(self._decided)), default=0.0)
+        wishes = [self._stop_rules.near_the_end(now, longest)]
+        faults = [move.sequences for one in reports for move in one.moves if move.state == State.FAILED]
+        refused = [event.sequences for event in events if isinstance(event, Refused)]
+        refused += [event.failed for event in events if isinstance(event, Restored)]
+        if faults or refused:
+            self._faults[self._intake.rows_of(np.concatenate((NOBODY, *faults)))] = True
+            self._failed[self._intake.rows_of(np.concatenate((NOBODY, *faults, *refused)))] = True
+            failed, computed = int(self._failed.sum()), int(self._faults.sum())
+            wishes.append(self._stop_rules.too_many_errors(failed, self._intake.rows, computed))
+        return [wish for wish in wishes if wish is not None]
 
     def _work(self, instructions: list[Instruction]) -> list[Work]:
         return [work for one in instructions if isinstance(one, Admit) for work in self._intake.take(one.sequences)]

@@ -74,6 +74,10 @@ class Intake:
         """Sequences of the job."""
         return int(self.first[-1])
 
+    def rows_of(self, sequences: Ids) -> Ids:
+        """Return the row of each sequence, int64 [k]."""
+        return np.searchsorted(self.first, sequences, side="right") - 1
+
     def read(self, wanted: int) -> list[Event]:
         """Read rows until `wanted` sequences have arrived or the input ends; -> what rank 0 should hear."""
         names: list[int] = []

@@ -51,6 +51,13 @@ class Restored(Struct, frozen=True, tag=True, eq=False):
     failed: Ids
 
 
+class StopAsked(Struct, frozen=True, tag=True, eq=False):
+    """The job should stop at this boundary, before its end: why, and with which exit code."""
+
+    reason: str
+    code: int
+
+
 class Moved(Struct, frozen=True, eq=False):
     """These sequences went to `state` (a `State`), in this order of happening within a report."""
 
@@ -82,6 +89,7 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     active, decoded: the rank's active sequences and how many tokens each has generated, while they are at most
     FEW_ACTIVE (a tail is then near), else empty.
     deeds: what it did, when the job keeps a trace, else empty.
+    stop: the signal that asked the rank to stop, else empty.
     """
 
     rank: int
@@ -98,9 +106,10 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     active: Ids = NOBODY
     decoded: Counts = NOBODY
     deeds: tuple[Deed, ...] = ()
+    stop: str = ""
 
 
-Event = Arrived | InputEnded | Refused | Restored | Reported
+Event = Arrived | InputEnded | Refused | Restored | Reported | StopAsked
 
 # --- instructions: what the scheduler says ------------------------------------------------------------------------
 
@@ -157,7 +166,10 @@ class Partition(Struct, frozen=True, tag=True, eq=False):
 
 
 class Stop(Struct, frozen=True, tag=True, eq=False):
-    """The job is over for this rank."""
+    """The job is over for this rank: all ended or, with a reason, it stops before, with exit code `code`."""
+
+    reason: str = ""
+    code: int = 0
 
 
 Instruction = Admit | Run | Yield | Combine | Migrate | Partition | Stop

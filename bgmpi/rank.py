@@ -33,6 +33,7 @@ from bgmpi.sampling import Drawn, Sampler
 from bgmpi.sequence_manager import Ended, SequenceManager, Way
 from bgmpi.shard import Shard
 from bgmpi.step_plan import StepPlan
+from bgmpi.stop_request import StopRequest
 from bgmpi.tally import Moves
 from bgmpi.transcript import Transcript, close_transcript, go_on, open_transcript, so_far
 from bgmpi.world import World
@@ -74,7 +75,7 @@ class Rank:
     """The rank's live sequences and how they advance.
 
     groups: this rank's groups by (first rank, size); clock: seconds since the job began; sink: takes each finished
-    answer; check: prove all laws after every step; notes: keep deeds for the trace.
+    answer; check: prove all laws after every step; notes: keep deeds for the trace; stop: whether a signal came.
     """
 
     world: World
@@ -88,6 +89,7 @@ class Rank:
     sink: Callable[[Answer], None]
     check: bool = False
     notes: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
     live: dict[int, Transcript] = field(default_factory=dict)
     moves: Moves = field(default_factory=Moves)
     _sharded: Sharded | None = None
@@ -156,14 +158,14 @@ class Rank:
         begun = self.clock()
         for _ in range(order.steps):
             plan = self.manager.plan()
-            most, starving = self._agree(len(plan.ids) if plan is not None else 0, order.more)
+            most, last = self._agree(len(plan.ids) if plan is not None else 0, order.more)
             if not most:
                 break
             self._step(plan, most)
             self._tally.steps += 1
             if self.check:
                 self.manager.check()
-            if starving:
+            if last:
                 break
         self._tally.seconds += self.clock() - begun
         self._note("run", begun, NOBODY, self.executor.kv.take_streamed())
@@ -201,6 +203,7 @@ class Rank:
             active=manager.active_set.sequence[few],
             decoded=manager.active_set.decoded(few),
             deeds=deeds,
+            stop=self.stop.reason,
         )
 
     # --- inside ---------------------------------------------------------------------------------------------------
@@ -282,13 +285,15 @@ class Rank:
         self._note("partition", begun, np.array([sharded.sequence], np.int64), moved)
 
     def _agree(self, tokens: int, more: bool) -> tuple[int, bool]:
-        """Return the fullest rank's tokens, and whether a rank starves while rank 0 has sequences that wait."""
+        """Return the fullest rank's tokens, and whether the round should end after this step: a rank starves while rank
+        0 has sequences that wait, or is asked to stop."""
         manager = self.manager
         room = manager.active_set.free > len(manager.active) // 8 and manager.kv.free > manager.kv.pages // 8
-        starving = more and not manager.backlog and room
+        # A group steps together: one member alone must not leave the round.
+        last = (more and not manager.backlog and room) or (bool(self.stop.reason) and self._sharded is None)
         if self.world.size == 1 or not self.executor.lockstep:
-            return tokens, starving
-        everyone = self.world.all_gather_counts(np.array([tokens, starving], np.int64))
+            return tokens, last
+        everyone = self.world.all_gather_counts(np.array([tokens, last], np.int64))
         return int(everyone[:, 0].max()), bool(everyone[:, 1].any())
 
     def _step(self, plan: StepPlan | None, most: int) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from bgmpi.balance import Evening, Movable, even_out, uneven_ranks
 from bgmpi.coroutine import State, StateTable
 from bgmpi.drill import Drill
-from bgmpi.errors import InternalError
+from bgmpi.errors import ExitCode, InternalError
 from bgmpi.long_tail import LongTail, Tail, TailRules
 from bgmpi.placement import Room, place
 from bgmpi.primitives import (
@@ -42,6 +42,7 @@ from bgmpi.primitives import (
     Restored,
     Run,
     Stop,
+    StopAsked,
     Yield,
 )
 from bgmpi.roster import Roster
@@ -94,6 +95,7 @@ class Scheduler:
         self._head = 0
         self._tail = 0
         self._input_ended = False
+        self._stop: Stop | None = None
         self._reports: list[Reported | None] = [None] * ranks
         #: the round until which nothing is moved to a rank, because a copy to it failed
         self._shunned: NDArray[np.int64] = np.zeros(ranks, np.int64)
@@ -155,11 +157,17 @@ class Scheduler:
                     self.table.restore(failed, State.FAILED)
                 case InputEnded():
                     self._input_ended = True
+                case StopAsked(reason=reason, code=code):
+                    self._stop = Stop(reason, code)
                 case Reported():
                     pass
                 case _:
                     raise InternalError(f"the scheduler knows no event {type(event).__name__}")
-        if self._input_ended and self.ended == len(self.table):
+        whole = self._input_ended and self.ended == len(self.table)
+        # Who wants to stop when all is done has nothing to stop; but that too many rows failed holds to the last.
+        if self._stop is not None and not (whole and self._stop.code == ExitCode.STOPPED):
+            return [[self._stop] for _ in range(self.ranks)]
+        if whole:
             return [[Stop()] for _ in range(self.ranks)]
         orders = self._order()
         placed = self._place()
@@ -176,6 +184,8 @@ class Scheduler:
         self._times.note(reports, self._size_led)
         for one in reports:
             self._reports[one.rank] = one
+            if one.stop:
+                self._stop = Stop(f"{one.stop} came to rank {one.rank}", ExitCode.STOPPED)
         for _, target in self.roster.failed_moves:
             self._shunned[target] = self.round_number + _SHUN_ROUNDS
         if self.roster.failed_moves or self.roster.failed_groups:

@@ -136,6 +136,20 @@ def duration(value: object) -> float:
     return sum(float(amount) * _SECONDS[unit] for amount, unit in _PIECE.findall(word))
 
 
+def max_errors(value: object) -> str:
+    """Read how many rows may fail: a number of rows such as 20, or a share of all rows such as 1%."""
+    error_allowance(value)
+    return str(value).strip()
+
+
+def error_allowance(value: object) -> tuple[float, bool]:
+    """Return how many rows may fail and whether that is a percentage.  Raise ValueError when `value` is neither."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%|(\d+)", str(value).strip())
+    if isinstance(value, bool) or found is None or (found[1] and float(found[1]) > 100):
+        raise ValueError(f"expected a number of rows such as 20 or a share such as 1%, got {value!r}")
+    return float(found[1] or found[2]), found[1] is not None
+
+
 def drill(value: object) -> str:
     """Read which primitives to force in every K-th round, such as yield=3,migrate=5; each at most once, K >= 1."""
     drill_rounds(value)

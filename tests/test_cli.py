@@ -215,7 +215,7 @@ def test_run_with_ranks_restarts_itself_under_mpiexec(tmp_path):
 
 STAND_IN = """\
 import os, sys, types
-def run(config):
+def run(config, stop):
     from bgmpi.report import Summary
     sys.stdout.write(f"rank {os.environ['PMI_RANK']} of {os.environ['PMI_SIZE']}, {os.environ['OMP_NUM_THREADS']} "
                      f"threads, --ranks {config.ranks}\\n")

@@ -28,6 +28,7 @@ from bgmpi.primitives import (
     Reported,
     Run,
     Stop,
+    StopAsked,
     Yield,
 )
 from bgmpi.scheduler import Rules, Scheduler
@@ -245,3 +246,26 @@ def test_every_sequence_is_admitted_once_and_the_job_ends(
     live(scheduler, toy, [90] * len(lengths), watch=watch)
     assert sorted(seen) == list(range(len(lengths)))
     assert scheduler.queued == 0
+
+
+def test_a_signal_on_one_rank_stops_all_at_the_same_boundary() -> None:
+    scheduler = Scheduler(3, 2, RULES)
+    scheduler.handle([report(0), report(1), arrived(0, 1), InputEnded()])
+    quiet, asked = report(0), replace_report(report(1), stop="SIGUSR1")
+    said = scheduler.handle([quiet, asked])
+    assert [[type(one) for one in rank] for rank in said] == [[Stop], [Stop]]
+    (first,), (second,) = said
+    assert isinstance(first, Stop) and isinstance(second, Stop)
+    assert first.reason == second.reason == "SIGUSR1 came to rank 1" and first.code == second.code == 75
+    scheduler.check()
+
+
+def replace_report(one: Reported, **facts: str) -> Reported:
+    return msgspec.structs.replace(one, **facts)
+
+
+def test_a_signal_after_the_last_answer_stops_nothing_but_too_many_errors_do() -> None:
+    for asked, reason in ((StopAsked("wall time", 75), ""), (StopAsked("errors", 70), "errors")):
+        scheduler = Scheduler(1, 1, RULES)
+        (last,) = scheduler.handle([Refused(ids(0)), InputEnded(), asked])[0]
+        assert isinstance(last, Stop) and last.reason == reason

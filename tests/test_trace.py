@@ -36,6 +36,7 @@ FIELDS = {
     int: NUMBERS,
     bool: st.booleans(),
     float: FLOATS,
+    str: st.text(max_size=5),
     tuple[Moved, ...]: st.lists(st.builds(Moved, st.sampled_from(State).map(int), ARRAYS), max_size=3).map(tuple),
     tuple[Deed, ...]: st.lists(st.builds(Deed, st.text(), FLOATS, FLOATS, ARRAYS, NUMBERS), max_size=3).map(tuple),
 }

@@ -1,0 +1,90 @@
+"""A job that is told to stop ends with 75 on all ranks, loses nothing, and goes on where it stood."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import h5py
+import jobs
+import pytest
+from signal_at import signal_words
+from test_resume import Answers, finished, run, words, work
+
+from bgmpi.io.segments import parts_folder
+
+__all__ = ["work"]
+
+STEP = "bgmpi.executor:Executor.step"
+
+
+def check_stopped(output: Path) -> int:
+    """Every file of a stopped job opens; -> how many tokens of unfinished answers are saved."""
+    assert not output.exists()
+    tokens = 0
+    for path in parts_folder(output).glob("*.h5"):
+        with h5py.File(path, "r") as file:
+            if path.name.startswith("progress-"):
+                tokens += len(file["tokens/values"])
+    return tokens
+
+
+@pytest.mark.parametrize(("number", "victim", "ranks", "further"), [
+    ("TERM", 0, 1, 2),
+    pytest.param("USR1", 1, 2, 1, marks=pytest.mark.mpi(2)),
+    pytest.param("TERM", 2, 3, 4, marks=pytest.mark.mpi(3)),
+    pytest.param("USR1", "all", 3, 3, marks=[pytest.mark.mpi(3), pytest.mark.faults]),
+])  # fmt: skip
+def test_a_signal_in_any_step_stops_all_ranks_and_loses_nothing(
+    work: tuple[Path, Path, Answers], tmp_path: Path, number: str, victim: int | str, ranks: int, further: int
+) -> None:
+    model, requests, expected = work
+    output = tmp_path / "out.h5"
+    ended = run(ranks, *words(model, requests, output, "--checkpoint-interval", "600"), expect=75,
+                before=signal_words(victim, number, STEP, 9))
+    assert f"SIG{number} came to rank" in ended.stderr and "run again to go on" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert check_stopped(output) > 0 and finished(output)
+    begun = f"{len(finished(output)) - 1} are done"  # all but the refused row
+    ended = run(further, *words(model, requests, output), expect=3)
+    assert begun in ended.stderr and "are begun with" in ended.stderr
+    assert jobs.tokens_of(output) == expected
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_signal_while_loading_ends_all_ranks_with_75(
+    work: tuple[Path, Path, Answers], tmp_path: Path, victim: int
+) -> None:
+    model, requests, _ = work
+    output = tmp_path / "out.h5"
+    before = signal_words(victim, "TERM", "bgmpi.model:Model.__init__")
+    began = time.monotonic()
+    ended = run(2, *words(model, requests, output), before=before, expect=75)
+    assert "SIGTERM came before the first step" in ended.stderr
+    assert time.monotonic() - began < 60 and not output.exists()
+
+
+@pytest.mark.parametrize(("margin", "left", "code"), [("1h", 1800, 75), ("1s", 1800, 3), ("0", 0, 3)])
+def test_the_wall_time_stops_a_job_in_time(
+    work: tuple[Path, Path, Answers], tmp_path: Path, margin: str, left: int, code: int
+) -> None:
+    model, requests, expected = work
+    output = tmp_path / "out.h5"
+    before = ("env", f"SLURM_JOB_END_TIME={int(time.time()) + left}", "bgmpi")
+    ended = run(1, *words(model, requests, output, "--stop-before-walltime", margin), before=before, expect=code)
+    if code == 75:
+        assert "wall time ends in" in ended.stderr
+        ended = run(1, *words(model, requests, output), expect=3)
+    assert jobs.tokens_of(output) == expected
+
+
+def test_too_many_errors_stop_the_job_and_more_patience_publishes_it(
+    work: tuple[Path, Path, Answers], tmp_path: Path
+) -> None:
+    model, requests, expected = work
+    output = tmp_path / "out.h5"
+    ended = run(1, *words(model, requests, output, "--max-errors", "0"), expect=65)
+    assert "1 of 21 rows have failed, 0 of them" in ended.stderr and not output.exists()
+    run(1, *words(model, requests, output, "--max-errors", "5%"), expect=3)
+    assert jobs.tokens_of(output) == expected
