@@ -65,7 +65,7 @@ test-mpi: $(STAMP)  ## on 2, 3 and 4 ranks
 
 test-slurm: $(STAMP)  ## through sbatch, on virtual nodes
 	@if PATH="$$PATH:/usr/sbin:/sbin" command -v slurmctld > /dev/null; then \
-	    $(PYTEST) -m slurm --must-run=slurm; \
+	    $(PYTEST) -m "slurm and not faults" --must-run=slurm; \
 	else \
 	    echo "Slurm tests SKIPPED, slurmctld is missing: apt-get install -y --no-install-recommends slurm-wlm munge"; \
 	fi

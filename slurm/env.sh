@@ -33,3 +33,10 @@ RUN_MODULES="${RUN_MODULES:-}"
 
 # Further flags for srun, such as "--cpu-bind=cores"; they are split at spaces.
 RUN_SRUN_FLAGS="${RUN_SRUN_FLAGS:-}"
+
+# What follows a stop with all saved (exit code 75) or a rank's death: requeue (this job starts again), stay (it waits to
+# be ended, where the site's preemption requeues it), exit.
+RUN_ON_STOP="${RUN_ON_STOP:-requeue}"
+
+# How often it may start again.
+RUN_MAX_RESTARTS="${RUN_MAX_RESTARTS:-20}"
