@@ -98,6 +98,9 @@ class Config:
         "files", 64 << 20, size(), "a rank writes a segment of results when this much has gathered")
     checkpoint_interval: float = _option(
         "files", 60.0, duration, "or when this long has passed; then it also saves how far unfinished answers are")
+    checkpoint_kv: str = _option(
+        "files", "off", choice("off", "stop", "always"), "also save the KV of unfinished answers: when the job is told "
+        "to stop, or always when it saves how far they are")
     resume: str = _option(
         "files", "auto", choice("auto", "never", "must", "force"), "go on with what an interrupted job left; force: "
         "also when the model or what answers depend on has changed")

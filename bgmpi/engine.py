@@ -32,6 +32,7 @@ from bgmpi.rank import Rank
 from bgmpi.rehearsal import rehearse
 from bgmpi.report import Summary
 from bgmpi.resume import Resumption, begin, look
+from bgmpi.saved_kv import KvCheckpoint
 from bgmpi.scheduler import Rules
 from bgmpi.stop_request import StopRequest
 from bgmpi.stop_rules import StopRules
@@ -110,7 +111,8 @@ def _open(config: Config, world: World, begun: float, stop: StopRequest, stack: 
             job, world.size, _rules(job, world, parts, tail), attempt=attempt, pool=parts.pool, clock=clock,
             refuse=tally.take, stop_rules=_stop_rules(config, os.environ), stack=stack,
         )  # fmt: skip
-    checkpoint = _Checkpoint(writer, rank, clock, config.checkpoint_interval)
+    kv = KvCheckpoint(config.checkpoint_kv, writer.folder, writer.attempt, job.kv_facts())
+    checkpoint = _Checkpoint(writer, rank, clock, config.checkpoint_interval, kv)
     spill = parts.spill
     return _Opened(
         head, rank, tally, checkpoint, loaded, lambda: spill.writes.bytes if spill is not None else 0
@@ -125,19 +127,21 @@ class _Checkpoint:
     rank: Rank
     clock: Callable[[], float]
     interval: float
+    kv: KvCheckpoint
     saved: float = 0.0
 
     def save_if_due(self) -> None:
         """Local.  Raises WriteError."""
         if self.clock() - self.saved >= self.interval:
-            self.save()
+            self.save(last=False)
         else:
             self.writer.flush_if_due()
 
-    def save(self) -> None:
-        """Local.  Raises WriteError."""
+    def save(self, *, last: bool) -> None:
+        """Local.  Raises WriteError.  last: the job stops here."""
         self.writer.flush()
         self.writer.save_progress(self.rank.unfinished())
+        self.kv.save(self.rank, last=last)
         self.saved = self.clock()
 
 
@@ -174,7 +178,7 @@ def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint
 
 def _stop_early(world: World, opened: _Opened, last: Stop) -> NoReturn:
     """Collective over the world: save all that ranks have, raise on each why the job stops."""
-    together(world, opened.checkpoint.save)
+    together(world, lambda: opened.checkpoint.save(last=True))
     together(world, opened.checkpoint.writer.close)
     where = f"all that was computed is saved in {opened.checkpoint.writer.folder}"
     error = BgmpiError(f"{last.reason}; {where}" + ("; run again to go on" if last.code == ExitCode.STOPPED else ""))

@@ -81,6 +81,11 @@ class Job:
             **{name: str(getattr(config, name)) for name in _ANSWER_OPTIONS},
         }
 
+    def kv_facts(self) -> str:
+        """Return what KV in pages depends on beside the tokens, as text."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.files.index_hash} {dtype} {self.config.page_tokens}"
+
     def provenance(self, layout: Mapping[str, int | str]) -> Provenance:
         """Return where the results come from."""
         assert self.index is not None

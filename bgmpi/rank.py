@@ -30,6 +30,7 @@ from bgmpi.partition import Sharded, shard, unshard
 from bgmpi.primitives import FEW_ACTIVE, NOBODY, Deed, Ids, Migrate, Partition, Reported, Run
 from bgmpi.request import Answer, Begun, Finish, Request
 from bgmpi.sampling import Drawn, Sampler
+from bgmpi.saved_kv import restore
 from bgmpi.sequence_manager import Ended, SequenceManager, Way
 from bgmpi.shard import Shard
 from bgmpi.step_plan import StepPlan
@@ -41,6 +42,8 @@ from bgmpi.world import World
 Flags = NDArray[np.bool_]
 #: Rows whose logits are there at once.
 _LOGIT_ROWS = 256
+#: A step with so many tokens a sequence is one of prefill.
+_PREFILL_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ class Rank:
     _tally: Tally = field(default_factory=Tally)
     _listening: set[int] = field(default_factory=set)
     _scoring: set[int] = field(default_factory=set)
+    _prefilled: int = 0
+    _prefill_seconds: float = 0.0
 
     def admit(self, work: list[Work]) -> None:
         """Take sequences into the backlog.  Local."""
@@ -111,7 +116,11 @@ class Rank:
                 else:
                     self.live[sequence] = go_on(request, sample, queued, begun, self.tokenizer)
                     tokens = np.concatenate((tokens, begun.tokens))
-                entries.append(Entry(sequence, tokens, len(request.prompt), item.most))
+                entry = Entry(sequence, tokens, len(request.prompt), item.most)
+                # Log-probabilities of a prompt come only while it is computed.
+                if begun is not None and begun.kv is not None and self.live[sequence].prompt_logprobs is None:
+                    entry = restore(entry, begun.kv, manager=self.manager, store=self.store)
+                entries.append(entry)
         self.manager.admit(entries)
 
     def suspend(self, sequences: Ids) -> None:
@@ -161,14 +170,29 @@ class Rank:
             most, last = self._agree(len(plan.ids) if plan is not None else 0, order.more)
             if not most:
                 break
+            began = self.clock()
             self._step(plan, most)
             self._tally.steps += 1
+            if plan is not None and len(plan.ids) >= _PREFILL_SHARE * len(plan.slots):
+                self._prefilled += len(plan.ids)
+                self._prefill_seconds += self.clock() - began
             if self.check:
                 self.manager.check()
             if last:
                 break
         self._tally.seconds += self.clock() - begun
         self._note("run", begun, NOBODY, self.executor.kv.take_streamed())
+
+    def at_home(self) -> NDArray[np.int64]:
+        """Bring home all KV of the active sequences that only this rank computes; -> their slots, int64 [k].  Local."""
+        slots = self.manager.active if self._sharded is None else self.manager.active[:0]
+        self._bring_home(slots)
+        return slots
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens a second in steps of prefill so far, NaN before there was any."""
+        return self._prefilled / self._prefill_seconds if self._prefill_seconds else float("nan")
 
     def unfinished(self) -> list[Answer]:
         """Return what the live sequences have generated so far, those that have nothing left out.  Local.

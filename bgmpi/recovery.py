@@ -91,6 +91,20 @@ def how_to_start(
     return Start.FRESH
 
 
+def restoring_pays(
+    size: NDArray[np.int64], tokens: NDArray[np.int64], read_rate: float, prefill_rate: float
+) -> Flags:
+    """Say for which sequences reading their KV takes less time than computing it again, bool [k].
+
+    size: bytes of KV; tokens: whose KV it is, both int64 [k]; read_rate: bytes a second; prefill_rate: tokens a second,
+    NaN where nobody has measured it: then reading does.
+    """
+    if np.isnan(prefill_rate) or prefill_rate <= 0:
+        return np.ones(len(size), bool)
+    pays: Flags = size / read_rate < tokens / prefill_rate
+    return pays
+
+
 @dataclass(frozen=True, slots=True)
 class Left:
     """What earlier attempts left of a job's sequences.

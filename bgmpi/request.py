@@ -82,14 +82,27 @@ class Logprobs:
     top: NDArray[np.float32]
 
 
+@dataclass(frozen=True, slots=True)
+class SavedKv:
+    """The KV of one sequence in a file: `pages` pages from number `first` on, KV of `with_kv` tokens, whose hash is
+    `tokens`."""
+
+    path: str
+    first: int
+    pages: int
+    with_kv: int
+    tokens: int
+
+
 @dataclass(slots=True)
 class Begun:
     """What an unfinished sequence has: `tokens` int32 [n], generated; their log-probabilities, where asked for; when it
-    had its first token."""
+    had its first token; its KV on disk, where restoring is cheaper than computing."""
 
     tokens: NDArray[np.int32]
     logprobs: Logprobs | None
     first_token_s: float
+    kv: SavedKv | None = None
 
 
 @dataclass(slots=True)

@@ -62,6 +62,15 @@ class RowMap:
     rows: Rows | None = None
     errors: bool = True
 
+    def now(self, row: Rows) -> Rows:
+        """Return the rows of the present input that these were, int64 [k], GONE where there is none."""
+        if self.rows is None:
+            return row
+        known = (row >= 0) & (row < len(self.rows))
+        found = np.full(len(row), GONE, np.int64)
+        found[known] = self.rows[row[known]]
+        return found
+
 
 def read_attempts(folder: Path) -> tuple[tuple[Attempt, ...], tuple[str, ...]]:
     """Return the attempts whose manifests can be read, oldest first, and one sentence for each that cannot."""

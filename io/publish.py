@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError
-from bgmpi.io import attempts
+from bgmpi.io import attempts, kv_checkpoint
 from bgmpi.io.attempts import RowMap
 from bgmpi.io.collected import Collected, collect
 from bgmpi.io.columns import FINISH, FIXED, RAGGED, STATUS, Array, Index, Table, concatenate, cuts_by_bytes, empty
@@ -129,7 +129,7 @@ def remove_parts(folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     # Journals first: a kill between leaves no record without its file.
     files = ("segment-*.h5", ".segment-*.tmp", "progress-*.h5", ".progress-*.tmp")
-    for pattern in (f"{PREFIX}*.jsonl", *files, *attempts.PATTERNS):
+    for pattern in (f"{PREFIX}*.jsonl", *files, *kv_checkpoint.PATTERNS, *attempts.PATTERNS):
         for path in sorted(folder.glob(pattern)):
             remove_if_there(path)
     if folder.is_dir() and not any(folder.iterdir()):

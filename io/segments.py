@@ -65,6 +65,7 @@ class SegmentWriter:
         answers take `segment_bytes` or the oldest has waited `segment_seconds` of `clock`.
         """
         self.folder = Path(folder)
+        self.attempt = attempt
         # The token: should two processes take themselves for the same attempt, their files never meet.
         self._name = f"{attempt:04d}-{secrets.token_hex(6)}-r{rank:05d}"
         self._segment_bytes = segment_bytes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bgmpi.errors import UsageError
-from bgmpi.recovery import Found, Start, differences, ended_sequences, how_to_start
+from bgmpi.recovery import Found, Start, differences, ended_sequences, how_to_start, restoring_pays
 
 SAME = {"model": "a", "temperature": "0.0"}
 OTHER = {"model": "a", "temperature": "0.7"}
@@ -90,3 +90,9 @@ def test_no_answers_end_nothing() -> None:
     none = np.empty(0, np.int64)
     done, failed = ended_sequences(np.array([0, 2]), none, none.astype(np.int32), none.astype(bool))
     assert not done.any() and not failed.any() and len(done) == 2
+
+
+def test_kv_is_read_only_where_that_is_faster_than_computing_it() -> None:
+    size, tokens = np.array([1000, 1000, 10]), np.array([10, 100, 1])
+    assert restoring_pays(size, tokens, 100.0, 5.0).tolist() == [False, True, True]
+    assert restoring_pays(size, tokens, 1.0, float("nan")).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import time
 from pathlib import Path
 
@@ -88,3 +90,27 @@ def test_too_many_errors_stop_the_job_and_more_patience_publishes_it(
     assert "1 of 21 rows have failed, 0 of them" in ended.stderr and not output.exists()
     run(1, *words(model, requests, output, "--max-errors", "5%"), expect=3)
     assert jobs.tokens_of(output) == expected
+
+
+@pytest.mark.parametrize("memory", [(), pytest.param(("--device-memory", "48k"), marks=pytest.mark.faults)])
+def test_saved_kv_is_read_back_unless_it_is_of_other_tokens_and_the_answers_are_the_same(
+    work: tuple[Path, Path, Answers], tmp_path: Path, memory: tuple[str, ...]
+) -> None:
+    model, requests, expected = work
+    output = tmp_path / "out.h5"
+    run(1, *words(model, requests, output, "--checkpoint-kv", "stop", *memory), expect=75,
+        before=signal_words(0, "TERM", STEP, 9))
+    (path,) = parts_folder(output).glob("kv-*.h5")
+    wrong = tmp_path / "wrong.h5"
+    shutil.copytree(parts_folder(output), parts_folder(wrong))
+    with h5py.File(parts_folder(wrong) / path.name, "r+") as file:
+        count, tokens = len(file["with_kv"]), int(file["with_kv"][:].sum())
+        file["tokens"][...] = file["tokens"][...] + 1
+    computed = []
+    for one in (output, wrong):
+        ended = run(1, *words(model, requests, one, *memory), expect=3)
+        assert f"KV of {count} begun sequences is read" in ended.stderr
+        assert jobs.tokens_of(one) == expected and not parts_folder(one).exists()
+        (prompt,) = re.findall(r"([\d,]+) prompt,", ended.stdout)
+        computed.append(int(prompt.replace(",", "")))
+    assert 0 < computed[1] - computed[0] <= tokens
