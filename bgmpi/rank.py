@@ -48,7 +48,7 @@ class Work:
     """Sequences of one request that a rank is given.
 
     sequences[i] is sample samples[i] of the request; most: the longest each may become, tokens; begun: what an earlier
-    attempt left of some.
+    attempt left of some; level: how urgent they are (`fairness.Turns`).
     """
 
     request: Request
@@ -57,6 +57,7 @@ class Work:
     most: int
     queued_s: float
     begun: dict[int, Begun] = field(default_factory=dict)
+    level: int = 0
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ class Rank:
                 else:
                     self.live[sequence] = go_on(request, sample, queued, begun, self.tokenizer)
                     tokens = np.concatenate((tokens, begun.tokens))
-                entries.append(Entry(sequence, tokens, len(request.prompt), item.most))
+                entries.append(Entry(sequence, tokens, len(request.prompt), item.most, level=item.level))
         self.manager.admit(entries)
 
     def suspend(self, sequences: Ids) -> None:

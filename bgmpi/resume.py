@@ -19,7 +19,9 @@ import numpy as np
 from bgmpi.errors import BgmpiError, UsageError
 from bgmpi.io.attempts import Attempt, RowMap, alone, begin_attempt, next_number, read_attempts, row_maps
 from bgmpi.io.collected import Collected, begun, collect
+from bgmpi.io.outcome import read_outcome
 from bgmpi.io.publish import remove_parts
+from bgmpi.io.request_index import RequestIndex
 from bgmpi.io.results_file import open_results
 from bgmpi.io.segments import parts_folder
 from bgmpi.prepare import Job
@@ -72,7 +74,7 @@ def look(job: Job, environ: Mapping[str, str], stack: ExitStack) -> Resumption:
         )
     if start is Start.NOTHING:
         _LOG.info("%s holds the whole answer to this job: nothing is left to do", config.output_file)
-        return Resumption(0, start, nothing, {}, summary=_summary(Path(config.output_file)))
+        return Resumption(0, start, nothing, {}, summary=_summary(Path(config.output_file), index))
     if start is Start.FRESH:
         return Resumption(1, start, nothing, {})
     maps, lost = row_maps(folder, attempts, index.sha256, index.content)
@@ -142,7 +144,7 @@ def _left(folder: Path, maps: Mapping[int, RowMap], collected: Collected, first:
     return Left(done, failed, unfinished)
 
 
-def _summary(path: Path) -> Summary:
+def _summary(path: Path, index: RequestIndex) -> Summary:
     """Return what a published file tells of its job."""
     with open_results(path) as results:
         failed = int(results.status.sum())
@@ -151,6 +153,6 @@ def _summary(path: Path) -> Summary:
     rows = len(results)
     return Summary(
         rows=rows, done=rows - failed, failed=failed, prompt_tokens=prompt, generated_tokens=generated, seconds=0.0,
-        ranks=0, steps=0, outputs={"results": str(path)},
+        ranks=0, steps=0, outcome=read_outcome(path, index.priority, index.deadline), outputs={"results": str(path)},
     )
 
