@@ -17,8 +17,13 @@ from ranks_for_tests import Toy, live
 from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.coroutine import State
+from bgmpi.errors import RowError
 from bgmpi.fairness import Wishes, age_key, aged, latest_turns, level_of, levels_of, turns_of
-from bgmpi.primitives import Reported
+from bgmpi.intake import Intake
+from bgmpi.io.requests import RowRefused
+from bgmpi.primitives import Arrived, Reported, Restored
+from bgmpi.recovery import Left
+from bgmpi.request import Answer, Request, Sampling
 from bgmpi.scheduler import Rules, Scheduler
 
 NEVER = float("inf")
@@ -116,6 +121,34 @@ def test_every_row_starts_within_the_bound_in_rounds(
         assert started[row] <= 3 + before <= 3 + 20 * int(latest_turns(count, asked.ageing)[row])
         assert turn <= latest_turns(count, asked.ageing)[row]
         before += lengths[row]
+
+
+class FewRows:
+    """Reads rows of one prompt token and two samples; the row 3 is refused."""
+
+    def read(self, row: int) -> tuple[Request, ...] | RowRefused:
+        if row == 3:
+            return RowRefused(3, "r3", "", RowError("invalid_request_error", "no"))
+        return (Request(row, f"r{row}", "", np.zeros(1, np.int32), 2, Sampling(0, max_tokens=4)),)
+
+
+def test_rows_are_read_in_their_turns_and_ranks_are_told_how_urgent_they_are() -> None:
+    refused: list[Answer] = []
+    done = np.zeros(12, bool)
+    done[[8, 9, 10]] = True  # row 4 whole, a sample of row 5
+    intake = Intake(
+        FewRows(), np.arange(0, 14, 2), left=Left(done, np.zeros(12, bool)), context=64, pool=64, strict=False,
+        clock=lambda: 0.0, refuse=refused.append,
+        wishes=Wishes(np.array([5, 5, 2, 2, -9, 2], np.int32), None, 2),
+    )
+    first = intake.read(2)
+    assert [type(event) for event in first] == [Restored, Arrived] and not refused
+    assert isinstance(first[1], Arrived) and first[1].sequences.tolist() == [4, 5]
+    rest = [event for event in intake.read(99) if isinstance(event, Arrived)]
+    assert [event.sequences.tolist() for event in rest] == [[0, 1, 11, 2, 3]]
+    assert [answer.row for answer in refused] == [3]
+    work = intake.take(np.array([4, 5, 0, 1, 11, 2, 3]))
+    assert [(one.request.row, one.level) for one in work] == [(2, 0), (0, 0), (5, 0), (1, 1)]
 
 
 # --- on real ranks ------------------------------------------------------------------------------------------------
