@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bgmpi.errors import InputError, MissingError
+from bgmpi.errors import InputError, InternalError, MissingError
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -76,6 +76,13 @@ class RequestIndex:
     max_line_bytes: int
     priority: NDArray[np.int32] | None = None
     deadline: NDArray[np.float32] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise InternalError where a part of the rows was taken and not of all columns."""
+        columns = self.line, self.samples, self.prompts, self.content, self.priority, self.deadline
+        lengths = [len(column) for column in columns if column is not None]
+        if set(lengths) - {len(self.offset)}:
+            raise InternalError(f"an index of {len(self.offset)} rows has columns of {lengths} rows")
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -162,8 +169,8 @@ def scan_requests(path: Path | str, *, max_line_bytes: int = MAX_LINE_BYTES) -> 
         np.frombuffer(columns.line, np.int64), np.frombuffer(columns.samples, np.int32),
         np.frombuffer(columns.prompts, np.int32), _told_apart(np.frombuffer(columns.content, np.uint64)), size,
         digest.hexdigest(), columns.first_chat_line, max_line_bytes,
-        np.frombuffer(columns.priority, np.int32) if columns.priority else None,
-        np.frombuffer(columns.deadline, np.float32) if columns.deadline else None,
+        priority=np.frombuffer(columns.priority, np.int32) if columns.priority else None,
+        deadline=np.frombuffer(columns.deadline, np.float32) if columns.deadline else None,
     )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers_for_tests import make_tokenizer
 
-from bgmpi.errors import InputError, MissingError
+from bgmpi.errors import InputError, InternalError, MissingError
 from bgmpi.io.requests import RequestLimits, RequestReader, RowRefused, SamplingDefaults, scan_requests
 from bgmpi.io.tokenizer import Tokenizer, open_tokenizer
 from bgmpi.request import Request, Sampling
@@ -88,6 +89,8 @@ def test_priority_and_deadline_are_told_of_every_row_once_a_row_has_one(tmp_path
     assert index.priority.tolist() == [0, -3, *[0] * 8, 2**31 - 1, 7, 8, 0, 0, 0]
     assert np.flatnonzero(np.isfinite(index.deadline)).tolist() == [2, 10]
     assert index.deadline[[2, 10]].tolist() == [2.5, 0]
+    with pytest.raises(InternalError, match="an index of 16 rows has columns of"):
+        replace(index, priority=index.priority[:3])
     path.write_text("\n".join(lines[:2]))
     assert scan_requests(path).deadline is None
     path.write_text(lines[0])
