@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bgmpi.backlog import Entry
 from bgmpi.errors import InternalError
+from bgmpi.fairness import levels_of
 from bgmpi.primitives import Ids
 
 Slots = NDArray[np.int64]
@@ -22,7 +23,7 @@ class ActiveSet:
     """One row a slot; rows of empty slots mean nothing.
 
     sequence: int64 [slots], -1 where empty; known, with_kv, prompt, most, order: int64 [slots], tokens (prompt and
-    generated) known, those of them with KV, tokens of the prompt, the longest it may become, and its order of admission
+    generated) known, those of them with KV, tokens of the prompt, the longest it may become, and its order
     (smaller is older); tokens: int32 [slots, widest].  slots: int64 [S], those in use, oldest first.
     """
 
@@ -84,6 +85,10 @@ class ActiveSet:
         generated: NDArray[np.int64] = self.known[slots] - self.prompt[slots]
         return generated
 
+    def level(self, slots: Slots) -> NDArray[np.int64]:
+        """Return how urgent these are, int64 [k], 0 the most urgent."""
+        return levels_of(self.order[slots])
+
     def generated(self, slot: int) -> NDArray[np.int32]:
         """Return a copy of the tokens that a sequence has generated, int32 [n]."""
         return self.tokens[slot, self.prompt[slot] : self.known[slot]].copy()
@@ -101,7 +106,7 @@ class ActiveSet:
         if ((with_kv > known) | (known > most)).any():
             raise InternalError("with_kv <= known <= most does not hold for every active sequence")
         if (np.diff(self.order[self.slots]) < 0).any():
-            raise InternalError("the active sequences do not stand in the order of their admission")
+            raise InternalError("the active sequences do not stand in their order")
 
     def _widen(self, width: int) -> None:
         have = self.tokens.shape[1]

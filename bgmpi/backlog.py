@@ -1,8 +1,9 @@
 """The sequences of a rank that are not active: waiting, yielded, held by order, or about to leave.
 
-A sequence is in one of three places.  The queue refills the active set, strictly oldest first.  The hold keeps those
-that rank 0 ordered to YIELD until it orders to COMBINE or MIGRATE them.  Leaving are those whose copy is under way:
-they are still owned here until the target has acknowledged (design law 3), and go back to the queue if it does not.
+A sequence is in one of three places.  The queue refills the active set, strictly oldest first; who is more urgent
+counts as older (`fairness.age_key`).  The hold keeps those that rank 0 ordered to YIELD until it orders to COMBINE or
+MIGRATE them.  Leaving are those whose copy is under way: they are still owned here until the target has acknowledged
+(design law 3), and go back to the queue if it does not.
 
 Pure bookkeeping over entries; it knows no pages but the numbers that an entry carries.
 """
@@ -29,7 +30,8 @@ class Entry:
 
     tokens: int32 [known], the prompt and what was generated; prompt: tokens of the prompt; most: the longest the
     sequence may become, tokens.  with_kv: tokens whose KV it kept: first in the pages `disk`, then in the pages `home`
-    (parked page numbers, int32).  started: it was active before.
+    (parked page numbers, int32).  started: it was active before.  level: how urgent it is, from 0, the most urgent
+    (`fairness.Turns`).
     """
 
     sequence: int
@@ -40,6 +42,7 @@ class Entry:
     home: Pages = field(default_factory=lambda: NO_PAGES)
     disk: Pages = field(default_factory=lambda: NO_PAGES)
     started: bool = False
+    level: int = 0
 
     def without_kv(self) -> Entry:
         """Return it as one that must compute its KV again."""
@@ -47,7 +50,7 @@ class Entry:
 
 
 class Backlog:
-    """All that is not active on a rank, each entry with its order of arrival (smaller is older)."""
+    """All that is not active on a rank, each entry with its order (smaller is older)."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[int, Entry]] = []

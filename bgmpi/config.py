@@ -123,6 +123,10 @@ class Config:
     partition: bool = _option(
         "batching", True, switch, "off: the last sequences are not spread over idle ranks, for comparison")
 
+    ageing: int = _option(
+        "batching", 15, size(0), "rows that are read by priority and deadline between two turns of the oldest row that "
+        "waits; 0: the input's order")
+
     page_tokens: int = _option(
         "memory", 64, size(), "tokens in a page of KV", aliases=("block_size",))
     host_kv_memory: int | None = _option(

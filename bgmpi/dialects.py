@@ -42,6 +42,8 @@ FOREIGN = (
             "built in"),
     Foreign(("--enable-prefix-caching",), ("false",), "this version does not share prefixes (answers are the same "
             "without): drop the flag"),
+    Foreign(("--scheduling-policy",), ("priority",), "rows are read by `priority` and `deadline_s`: drop the flag, or "
+            "read them as they stand with --ageing 0"),
     Foreign(("--revision",), (), "nothing is downloaded: give the folder of the revision you want as --model"),
     Foreign(("--enable-metrics",), (), "use --metrics-file PATH"),
     Foreign(("--max-log-len",), (), "prompts are never logged: drop the flag"),

@@ -76,7 +76,6 @@ class _Opened:
 
     head: Head | None
     rank: Rank
-    tally: Tally
     checkpoint: _Checkpoint
     loaded: float
     spilled: Callable[[], int]
@@ -115,7 +114,7 @@ def _open(config: Config, world: World, begun: float, stop: StopRequest, stack: 
     checkpoint = _Checkpoint(writer, rank, clock, config.checkpoint_interval, kv)
     spill = parts.spill
     return _Opened(
-        head, rank, tally, checkpoint, loaded, lambda: spill.writes.bytes if spill is not None else 0
+        head, rank, checkpoint, loaded, lambda: spill.writes.bytes if spill is not None else 0
     )  # fmt: skip
 
 
@@ -193,7 +192,7 @@ def _finish(world: World, opened: _Opened) -> Summary:
     """Collective over the world: publish on rank 0, tell everybody the summary."""
     head, rank = opened.head, opened.rank
     rank.moves.spilled_bytes = opened.spilled()
-    everyone = world.gather(opened.tally.counts(rank.executor.model.routed.numpy(force=True), rank.moves))
+    everyone = world.gather(Counts(rank.executor.model.routed.numpy(force=True), rank.moves))
 
     def publish() -> Summary | None:
         if head is None or everyone is None:

@@ -22,8 +22,10 @@ from msgspec import Struct
 
 from bgmpi.coroutine import State
 from bgmpi.drill import Drill
+from bgmpi.fairness import Wishes
 from bgmpi.intake import Intake
 from bgmpi.io.openai_lines import export_errors
+from bgmpi.io.outcome import read_outcome
 from bgmpi.io.publish import Published, publish, remove_parts
 from bgmpi.io.segments import parts_folder
 from bgmpi.prepare import Job
@@ -85,6 +87,7 @@ class Head:
             strict=config.strict,
             clock=clock,
             refuse=refuse,
+            wishes=Wishes(job.index.priority, job.index.deadline, config.ageing),
         )
         self._scheduler = Scheduler(self._intake.sequences, ranks, rules, Drill.parse(config.drill))
         self._trace = stack.enter_context(TraceWriter(config.trace)) if config.trace else None
@@ -148,10 +151,9 @@ class Head:
     def summarise(self, counts: Counts, published: Published, loaded: float) -> Summary:
         """Return the summary and show the last line of progress."""
         self._progress.show(replace(self._now, seconds=self._clock()), last=True)
-        percentiles = [float("nan")] * 3
-        if len(counts.seconds):
-            percentiles = np.percentile(counts.seconds, (50, 95, 99)).tolist()
-        routed = counts.routed
+        routed, index = counts.routed, self._job.index
+        assert index is not None
+        outcome = read_outcome(published.path, index.priority, index.deadline)
         outputs = {"results": str(published.path)}
         if self._job.config.error_file is not None:
             outputs["errors"] = self._job.config.error_file
@@ -165,14 +167,9 @@ class Head:
             ranks=self._ranks,
             steps=self._now.steps,
             load_seconds=loaded,
-            finish=counts.finish,
-            errors=counts.errors,
-            default_capped=counts.default_capped,
             preemptions=self._now.preemptions,
             wasted_tokens=self._wasted,
-            sct_p50=percentiles[0],
-            sct_p95=percentiles[1],
-            sct_p99=percentiles[2],
+            outcome=outcome,
             expert_tokens_mean=float(routed.mean()) if len(routed) else None,
             expert_tokens_max=float(routed.max()) if len(routed) else None,
             migrated=counts.moves.migrated,
@@ -180,7 +177,7 @@ class Head:
             moved_bytes=counts.moves.moved_bytes,
             spilled_bytes=counts.moves.spilled_bytes,
             outputs=outputs,
-            samples=[(self._reader.shown_prompt(row), text) for row, text in counts.shown],
+            samples=[(self._reader.shown_prompt(row), text) for row, text in outcome.shown],
         )
 
     # --- inside ---------------------------------------------------------------------------------------------------

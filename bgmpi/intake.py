@@ -1,6 +1,7 @@
 """Rank 0 reads ahead: rows of the input become requests, and requests become work for ranks.
 
-Only as many requests are held as the scheduler wants to see, so memory does not grow with the input.  A row that
+Only as many requests are held as the scheduler wants to see, so memory does not grow with the input; in which order
+they are read is `fairness`'s matter.  A row that
 cannot run becomes an error row at once and harms no other.  Rows that an earlier attempt ended are not even read, and
 what it had of unfinished ones goes along with them.  It decides nothing about placement.
 """
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.errors import InputError, RowError
+from bgmpi.fairness import Wishes, turns_of
 from bgmpi.io.requests import RowRefused
 from bgmpi.primitives import Arrived, Event, Ids, InputEnded, Refused, Restored
 from bgmpi.rank import Work
@@ -33,7 +35,7 @@ class Intake:
 
     first int64 [rows + 1]: each row's first sequence; left: what earlier attempts left; context: the longest a sequence
     can become by the model, pool: by the smallest rank's KV memory, both in tokens; strict: a bad row ends the job;
-    refuse: takes the error answer of a row that never runs.
+    refuse: takes the error answer of a row that never runs; wishes: what rows ask of the order.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Intake:
         strict: bool,
         clock: Callable[[], float],
         refuse: Callable[[Answer], None],
+        wishes: Wishes | None = None,
     ) -> None:
         self.first = first
         self._reader = reader
@@ -57,10 +60,11 @@ class Intake:
         self._refuse = refuse
         self._left = left
         ended = left.ended
-        #: rows with a sequence that has not ended, ascending
-        self._rows = np.flatnonzero(np.diff(np.concatenate(([0], np.cumsum(~ended)))[first]))
+        rows = np.flatnonzero(np.diff(np.concatenate(([0], np.cumsum(~ended)))[first]))
+        #: rows with a sequence that has not ended
+        self._turns = turns_of(rows, wishes or Wishes())
         self._next = 0
-        self._held: dict[int, tuple[Request, int, int, float]] = {}
+        self._held: dict[int, tuple[Request, int, int, float, int]] = {}
         self._told_left = not ended.any()
         self._ended = False
 
@@ -86,8 +90,8 @@ class Intake:
         decoded: list[int] = []
         refused: list[NDArray[np.int64]] = []
         left = self._left
-        while len(names) < wanted and self._next < len(self._rows):
-            row = int(self._rows[self._next])
+        while len(names) < wanted and self._next < len(self._turns.rows):
+            row, level = int(self._turns.rows[self._next]), int(self._turns.level[self._next])
             self._next += 1
             found = self._reader.read(row)
             found = self._without_giants(found) if isinstance(found, tuple) else found
@@ -104,7 +108,7 @@ class Intake:
                 most = self._most(request)
                 for sample in range(place * request.samples, (place + 1) * request.samples):
                     if not left.ended[sequence]:
-                        self._held[sequence] = (request, sample, most, now)
+                        self._held[sequence] = (request, sample, most, now, level)
                         names.append(sequence)
                         prompts.append(len(request.prompt))
                         caps.append(most - len(request.prompt))
@@ -120,7 +124,7 @@ class Intake:
         if names:
             columns = (np.array(column, np.int64) for column in (names, prompts, caps, decoded if any(decoded) else []))
             events.append(Arrived(*columns))
-        if self._next == len(self._rows) and not self._ended:
+        if self._next == len(self._turns.rows) and not self._ended:
             self._ended = True
             events.append(InputEnded())
         return events
@@ -129,9 +133,9 @@ class Intake:
         """Hand over sequences that were admitted to a rank; samples of one request travel together."""
         work: list[Work] = []
         for sequence in sequences.tolist():
-            request, sample, most, queued = self._held.pop(sequence)
+            request, sample, most, queued, level = self._held.pop(sequence)
             if not work or work[-1].request is not request:
-                work.append(Work(request, [], [], most, queued))
+                work.append(Work(request, [], [], most, queued, level=level))
             work[-1].sequences.append(sequence)
             work[-1].samples.append(sample)
             begun = self._begun(sequence, most - len(request.prompt))

@@ -43,6 +43,7 @@ class Parcel(msgspec.Struct, frozen=True, eq=False):
     started: bool
     pages: Pages
     transcript: TranscriptParcel
+    level: int
 
 
 class Taken(msgspec.Struct, frozen=True, eq=False):
@@ -64,15 +65,16 @@ def parcel_of(entry: Entry, transcript: Transcript) -> Parcel:
     """Return what another rank must know of a sequence."""
     return Parcel(
         entry.sequence, entry.tokens, entry.prompt, entry.most, entry.with_kv, entry.started, entry.home,
-        pack(transcript),
+        pack(transcript), entry.level,
     )  # fmt: skip
 
 
 def entry_of(parcel: Parcel, pages: Pages) -> Entry:
     """Return the sequence of a parcel, its KV in `pages` of this rank."""
     return Entry(
-        parcel.sequence, parcel.tokens, parcel.prompt, parcel.most, parcel.with_kv, pages, started=parcel.started
-    )
+        parcel.sequence, parcel.tokens, parcel.prompt, parcel.most, parcel.with_kv, pages, started=parcel.started,
+        level=parcel.level,
+    )  # fmt: skip
 
 
 def migrate(

@@ -51,7 +51,7 @@ class Work:
     """Sequences of one request that a rank is given.
 
     sequences[i] is sample samples[i] of the request; most: the longest each may become, tokens; begun: what an earlier
-    attempt left of some.
+    attempt left of some; level: how urgent they are (`fairness.Turns`).
     """
 
     request: Request
@@ -60,6 +60,7 @@ class Work:
     most: int
     queued_s: float
     begun: dict[int, Begun] = field(default_factory=dict)
+    level: int = 0
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ class Rank:
                 else:
                     self.live[sequence] = go_on(request, sample, queued, begun, self.tokenizer)
                     tokens = np.concatenate((tokens, begun.tokens))
-                entry = Entry(sequence, tokens, len(request.prompt), item.most)
+                entry = Entry(sequence, tokens, len(request.prompt), item.most, level=item.level)
                 # Log-probabilities of a prompt come only while it is computed.
                 if begun is not None and begun.kv is not None and self.live[sequence].prompt_logprobs is None:
                     entry = restore(entry, begun.kv, manager=self.manager, store=self.store)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TextIO
 
 from bgmpi.config import Config
+from bgmpi.io.outcome import Outcome
 
 ERASE_LINE = "\x1b[2K"
 BAR_SECONDS = 0.2
@@ -52,13 +53,12 @@ class Summary:
     """What a job came to.  `failed` is the same on every rank, because the exit code follows from it; the rest is
     rank 0's to know.  ranks is 0 where nothing had to be done.
 
-    finish: rows by finish reason; errors: error rows by code.  seconds: from start to last row, load_seconds of it
-    for loading weights.  default_capped: rows that ended at a cap that their request did not set.
-    wasted_tokens: computed again because a yield had dropped their KV.  migrated: moves of sequences to another rank,
-    moved_bytes of KV copied for them; partitioned: times that a sequence was spread over ranks; spilled_bytes: KV
-    written to disk.  sct_*: percentiles of sequence completion time in seconds.  expert_tokens_mean,
-    expert_tokens_max: tokens an expert computed over the job, None for a dense model.  outputs: name -> path.
-    samples: (prompt text, answer text).
+    seconds: from start to last row, load_seconds of it for loading weights. wasted_tokens: computed again because a
+    yield had dropped their KV. migrated: moves of sequences to another rank, moved_bytes of KV copied for them;
+    partitioned: times that a sequence was spread over ranks; spilled_bytes: KV written to disk. outcome: what the
+    answers tell, of all attempts; None where nothing was published. expert_tokens_mean, expert_tokens_max: tokens
+    an expert computed over the job, None for a dense model. outputs: name -> path. samples: (prompt text, answer
+    text).
     """
 
     rows: int
@@ -70,18 +70,13 @@ class Summary:
     ranks: int
     steps: int
     load_seconds: float = 0.0
-    finish: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, int] = field(default_factory=dict)
-    default_capped: int = 0
     preemptions: int = 0
     wasted_tokens: int = 0
     migrated: int = 0
     partitioned: int = 0
     moved_bytes: int = 0
     spilled_bytes: int = 0
-    sct_p50: float = float("nan")
-    sct_p95: float = float("nan")
-    sct_p99: float = float("nan")
+    outcome: Outcome | None = None
     expert_tokens_mean: float | None = None
     expert_tokens_max: float | None = None
     outputs: dict[str, str] = field(default_factory=dict)
@@ -205,10 +200,7 @@ def _table(s: Summary) -> str:
     tokens = s.prompt_tokens + s.generated_tokens
     facts = [
         ("rows", f"{s.rows}: {s.done} good, {s.failed} failed"),
-        ("finish", _counts(s.finish)),
-        ("errors", _counts(s.errors)),
-        ("hidden caps", f"{s.default_capped} rows ended at a length that their request did not set"
-         if s.default_capped else ""),
+        *(_ends(s.outcome) if s.outcome is not None else ()),
         ("tokens", f"{tokens:,}: {s.prompt_tokens:,} prompt, {s.generated_tokens:,} generated"
          + (f"; {s.wasted_tokens:,} computed twice" if s.wasted_tokens else "")),
         ("time", f"{s.seconds:.1f} s, of it {s.load_seconds:.1f} s loading; {s.steps:,} steps on {s.ranks} "
@@ -216,14 +208,42 @@ def _table(s: Summary) -> str:
          if s.ranks else ""),
         ("moves", _moves(s)),
         ("speed", _speed(s) if s.ranks else ""),
-        ("sequence", f"completed in {s.sct_p50:.1f} s (half), {s.sct_p95:.1f} s (95 %), {s.sct_p99:.1f} s (99 %)"
-         if s.sct_p50 == s.sct_p50 else ""),
+        *(_times(s.outcome) if s.outcome is not None else ()),
         ("expert load", _load(s)),
         *sorted(s.outputs.items()),
     ]
     shown = [(name, value) for name, value in facts if value]
     widest = max(len(name) for name, _ in shown)
     return "\n".join(f"{name:<{widest}}  {value}" for name, value in shown)
+
+
+def _ends(outcome: Outcome) -> list[tuple[str, str]]:
+    capped = outcome.default_capped
+    return [
+        ("finish", _counts(outcome.finish)),
+        ("errors", _counts(outcome.errors)),
+        ("hidden caps", f"{capped} samples ended at a length that their request did not set" if capped else ""),
+    ]
+
+
+def _times(outcome: Outcome) -> list[tuple[str, str]]:
+    last, late = outcome.last_first, outcome.late
+    facts = [
+        ("sequence", f"completed in {_spread(*outcome.sct)}" if outcome.sct[0] == outcome.sct[0] else ""),
+        ("last begun", f"with its first token {last:.1f} s after the job began" if last == last else ""),
+    ]
+    for one in outcome.classes:
+        known = f", answered {_spread(one.p50, one.p95, one.p99)} after the job began" if one.p50 == one.p50 else ""
+        facts.append((f"priority {one.priority}", f"{one.rows:,} rows{known}"))
+    if outcome.more_classes:
+        facts.append(("priority", f"{outcome.more_classes:,} less urgent ones"))
+    if outcome.in_time or late:
+        facts.append(("deadlines", f"{outcome.in_time:,} rows in time, {late:,} late"))
+    return facts
+
+
+def _spread(p50: float, p95: float, p99: float) -> str:
+    return f"{p50:.1f} s (half), {p95:.1f} s (95 %), {p99:.1f} s (99 %)"
 
 
 def _speed(s: Summary) -> str:

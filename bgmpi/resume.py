@@ -16,19 +16,20 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from bgmpi.begun_kv import choose_kv
 from bgmpi.errors import BgmpiError, UsageError
 from bgmpi.io.attempts import Attempt, RowMap, alone, begin_attempt, next_number, read_attempts, row_maps
 from bgmpi.io.collected import Collected, begun, collect
-from bgmpi.io.kv_checkpoint import PATTERNS as KV_PATTERNS
-from bgmpi.io.kv_checkpoint import attempt_of, read_index, read_rate
+from bgmpi.io.outcome import read_outcome
 from bgmpi.io.publish import remove_parts
+from bgmpi.io.request_index import RequestIndex
 from bgmpi.io.results_file import open_results
 from bgmpi.io.segments import parts_folder
 from bgmpi.prepare import Job
 from bgmpi.primitives import Ids
-from bgmpi.recovery import Found, Left, Start, ended_sequences, how_to_start, nothing_left, restoring_pays
+from bgmpi.recovery import Found, Left, Start, ended_sequences, how_to_start, nothing_left
 from bgmpi.report import Summary
-from bgmpi.request import Begun, SavedKv
+from bgmpi.request import Begun
 
 _LOG = logging.getLogger("bgmpi.resume")
 
@@ -74,7 +75,7 @@ def look(job: Job, environ: Mapping[str, str], stack: ExitStack) -> Resumption:
         )
     if start is Start.NOTHING:
         _LOG.info("%s holds the whole answer to this job: nothing is left to do", config.output_file)
-        return Resumption(0, start, nothing, {}, summary=_summary(Path(config.output_file)))
+        return Resumption(0, start, nothing, {}, summary=_summary(Path(config.output_file), index))
     if start is Start.FRESH:
         return Resumption(1, start, nothing, {})
     maps, lost = row_maps(folder, attempts, index.sha256, index.content)
@@ -84,7 +85,7 @@ def look(job: Job, environ: Mapping[str, str], stack: ExitStack) -> Resumption:
     for sentence in (*damaged, *lost, *collected.damaged, *collected.journal.torn):
         _LOG.warning("%s", sentence)
     left = _left(folder, maps, collected, first)
-    _choose_kv(job, folder, maps, left, first)
+    choose_kv(job.kv_facts(), folder, maps, left, first)
     elapsed = max((one.seconds for one in (*collected.journal.entries, *collected.journal.progress)), default=0.0)
     number = next_number(folder)
     _LOG.info(
@@ -145,40 +146,7 @@ def _left(folder: Path, maps: Mapping[int, RowMap], collected: Collected, first:
     return Left(done, failed, unfinished)
 
 
-def _choose_kv(job: Job, folder: Path, maps: Mapping[int, RowMap], left: Left, first: Ids) -> None:
-    """Give what is begun the KV that earlier attempts saved of it, where reading it is cheaper than computing it."""
-    best: dict[int, tuple[SavedKv, int]] = {}
-    rate = float("nan")
-    for path in sorted(folder.glob(KV_PATTERNS[0])):
-        number = attempt_of(path)
-        index = read_index(path, job.kv_facts()) if number in maps else f"{path.name}: its attempt is not known"
-        if isinstance(index, str):
-            _LOG.warning("%s", index)
-            continue
-        rate = rate if np.isnan(index.prefill_rate) else index.prefill_rate
-        row = maps[number].now(index.row)
-        for sequence, saved in zip((first[row] + index.sample).tolist(), index.saved, strict=True):
-            # Behind the last sequence where the row is gone: nobody there has begun.
-            if sequence in left.begun and (sequence not in best or best[sequence][0].with_kv < saved.with_kv):
-                best[sequence] = saved, saved.pages * index.page_bytes
-    if not best:
-        return
-    size = np.array([size for _, size in best.values()], np.int64)
-    tokens = np.array([saved.with_kv for saved, _ in best.values()], np.int64)
-    speed = read_rate(Path(next(iter(best.values()))[0].path))
-    pays = restoring_pays(size, tokens, speed, rate)
-    for (sequence, (saved, _)), restored in zip(best.items(), pays.tolist(), strict=True):
-        if restored:
-            left.begun[sequence].kv = saved
-    _LOG.info(
-        "KV of %d begun sequences is read (%.1f MB at %.0f MB/s: about %.2f s), of %d more it was saved and is "
-        "computed again (%d tokens at %.0f tok/s: about %.2f s), of %d it was not saved",
-        pays.sum(), size[pays].sum() / 1e6, speed / 1e6, size[pays].sum() / speed, (~pays).sum(), tokens[~pays].sum(),
-        rate, tokens[~pays].sum() / rate if not pays.all() else 0.0, len(left.begun) - len(pays),
-    )  # fmt: skip
-
-
-def _summary(path: Path) -> Summary:
+def _summary(path: Path, index: RequestIndex) -> Summary:
     """Return what a published file tells of its job."""
     with open_results(path) as results:
         failed = int(results.status.sum())
@@ -187,6 +155,6 @@ def _summary(path: Path) -> Summary:
     rows = len(results)
     return Summary(
         rows=rows, done=rows - failed, failed=failed, prompt_tokens=prompt, generated_tokens=generated, seconds=0.0,
-        ranks=0, steps=0, outputs={"results": str(path)},
+        ranks=0, steps=0, outcome=read_outcome(path, index.priority, index.deadline), outputs={"results": str(path)},
     )
 

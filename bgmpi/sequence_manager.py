@@ -5,12 +5,14 @@ The active set is re-formed all the time: a sequence that ends is replaced at on
 
 Page boundary, in the paper's order: wait for pending appends (executor), retire the finished, extend or YIELD where
 pages run short (`evict`, as often as it names somebody), refill and promote.  The oldest active sequence is never made
-to yield, and the backlog is opened strictly oldest first, so every sequence advances (law 6).
+to yield, and the backlog is opened strictly oldest first, so every sequence advances (law 6).  Who is more urgent is
+older; rank 0 hands out no sequence that is more urgent than an earlier one, unless by MIGRATE, so nobody is overtaken
+for ever (`fairness`).
 
-Who yields where pages run short is the hold policy: the longest decoded (the paper) or the shortest (its released
-code, and what benchmarks/hold_policy.py shows to be better by one to five percent where answers differ in length).  On
-a device the yielded KV goes home; at home its full pages go to the disk tier; where there is none the sequence gives
-its KV up and computes it again, its tokens are kept.
+Who yields where pages run short is, of the least urgent, whom the hold policy names: the longest decoded (the paper) or
+the shortest (its released code, and what benchmarks/hold_policy.py shows to be better by one to five percent where
+answers differ in length).  On a device the yielded KV goes home; at home its full pages go to the disk tier; where
+there is none the sequence gives its KV up and computes it again, its tokens are kept.
 
 Invariant: one owner of every slot and page, `check` proves it.
 """
@@ -27,6 +29,7 @@ from bgmpi.active_set import ActiveSet
 from bgmpi.backlog import NO_PAGES, Backlog, Entry
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
+from bgmpi.fairness import age_key, level_of
 from bgmpi.kv_places import KvPlaces
 from bgmpi.paged_kv import RESERVE, Pages
 from bgmpi.primitives import Ids, Moved
@@ -97,15 +100,14 @@ class SequenceManager:
     # --- what rank 0 asks -----------------------------------------------------------------------------------------
 
     def admit(self, entries: list[Entry]) -> None:
-        """Take sequences into the backlog, in this order, behind all earlier ones."""
+        """Take sequences into the backlog, in this order, behind all earlier ones that are as urgent."""
         for entry in entries:
             if not self.places.fits(entry.most):
                 raise InternalError(
                     f"sequence {entry.sequence} may need {self.kv.pages_for(entry.most)} pages, the pool has "
                     f"{self.kv.pages}: it should have been refused at admission"
                 )
-            self.backlog.push(self._admitted, entry)
-            self._admitted += 1
+            self.backlog.push(self._next_key(entry), entry)
 
     def arrive(self, entry: Entry) -> None:
         """Take over a sequence from another rank, its KV already in pages of this rank; told in the next report."""
@@ -172,8 +174,7 @@ class SequenceManager:
         if not self.places.open(self.active_set.next_free(), entry, spare=0):
             return False
         self._silent.add(entry.sequence)
-        self.active_set.place(self._admitted, entry)
-        self._admitted += 1
+        self.active_set.place(self._next_key(entry), entry)
         return True
 
     def forget(self, sequence: int) -> int:
@@ -394,10 +395,12 @@ class SequenceManager:
         return Eviction(Way.SPILL, np.array(chosen, np.int64)) if chosen else None
 
     def _victim(self, candidates: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Choose who yields, by the hold policy, the youngest of equals: slots int64 [1]."""
+        """Choose who yields, of the least urgent by the hold policy, the youngest of equals: slots int64 [1]."""
         if not len(candidates):
             alone = self.active_set.sequence[self.active[0]]
             raise InternalError(f"sequence {alone} is alone and has no page left")
+        level = self.active_set.level(candidates)
+        candidates = candidates[level == level.max()]
         decoded = self.active_set.decoded(candidates)
         best = decoded.max() if self._hold is Hold.LONGEST else decoded.min()
         victim: NDArray[np.int64] = candidates[decoded == best][-1:]
@@ -414,12 +417,18 @@ class SequenceManager:
         else:
             self._computed_before[sequence] = with_kv
             self._moved(State.YIELDED, [sequence])
-        entry = Entry(
-            sequence, tokens, int(active.prompt[slot]), int(active.most[slot]), with_kv if keep else 0, home, disk, True
-        )
         order = int(active.order[slot])
+        entry = Entry(
+            sequence, tokens, int(active.prompt[slot]), int(active.most[slot]), with_kv if keep else 0, home, disk,
+            started=True, level=level_of(order),
+        )  # fmt: skip
         self._leave(np.array([slot], np.int64))
         return order, entry
+
+    def _next_key(self, entry: Entry) -> int:
+        key = age_key(entry.level, self._admitted)
+        self._admitted += 1
+        return key
 
     def _leave(self, slots: NDArray[np.int64]) -> None:
         self.places.close(slots)

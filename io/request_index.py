@@ -1,11 +1,11 @@
 """One streaming pass over the input file, before any weight is loaded: where each row lies and what the job is.
 
-The pass keeps 56 bytes a row (offset, length, line, samples, prompts, digest of the custom_id, hash of the line) and
-never a line longer than `max_line_bytes`, so neither a million rows nor one huge line fills the memory.  It decides
-only what must be known of the whole file: how many sequences there are, whether chats occur, and that no two rows share
-a custom_id (answers could not be told apart; the one fault of a row that stops the job).  Everything else that is wrong
-with a line becomes that row's error when `RequestReader` reads it.  Rejected alternative: a set of custom_ids, 100
-bytes a row and more.
+The pass keeps 56 bytes a row (offset, length, line, samples, prompts, digest of the custom_id, hash of the line), four
+more for each of priority and deadline once a row has one, and never a line longer than `max_line_bytes`, so neither a
+million rows nor one huge line fills the memory.  It decides only what must be known of the whole file: how many
+sequences there are, how urgent each row is, whether chats occur, and that no two rows share a custom_id (answers could
+not be told apart; the one fault of a row that stops the job).  Everything else that is wrong with a line becomes that
+row's error when `RequestReader` reads it.  Rejected alternative: a set of custom_ids, 100 bytes a row and more.
 
 Rows are numbered from 0 over the non-blank lines; lines are physical and counted from 1.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -27,7 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bgmpi.errors import InputError, MissingError
+from bgmpi.errors import InputError, InternalError, MissingError
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -35,6 +36,9 @@ COMPLETIONS_URL = "/v1/completions"
 MAX_SAMPLES = 16384
 #: a longer input line becomes an error row
 MAX_LINE_BYTES = 64 << 20
+#: largest priority, of either sign, and latest deadline in seconds (thirty years) that a row may bring
+MOST_PRIORITY = 2**31 - 1
+MOST_DEADLINE = 1e9
 
 _BOM = b"\xef\xbb\xbf"
 _PIECE = 1 << 20
@@ -55,7 +59,8 @@ class RequestIndex:
     [rows]: how many sequences the row has; `prompts` int32 [rows]: how many prompts they share evenly; both 1 when that
     cannot be read.  `content` uint64 [rows]: a hash of the line's bytes, by which a row is known again in another
     order or among other rows; equal lines differ by how often they came before.  `first_chat_line` is 0 when no row is
-    a chat.
+    a chat.  `priority` int32 [rows], 0 where none is given; `deadline` float32 [rows], seconds, infinity where none is
+    given; each None when no row has one; what cannot be read counts as not given, for its row is refused later.
     `size` and `sha256` are of the whole file.
     """
 
@@ -69,6 +74,15 @@ class RequestIndex:
     sha256: str
     first_chat_line: int
     max_line_bytes: int
+    priority: NDArray[np.int32] | None = None
+    deadline: NDArray[np.float32] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise InternalError where a part of the rows was taken and not of all columns."""
+        columns = self.line, self.samples, self.prompts, self.content, self.priority, self.deadline
+        lengths = [len(column) for column in columns if column is not None]
+        if set(lengths) - {len(self.offset)}:
+            raise InternalError(f"an index of {len(self.offset)} rows has columns of {lengths} rows")
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -86,6 +100,8 @@ class RequestIndex:
 class _Body(msgspec.Struct):
     n: object = None
     prompt: msgspec.Raw = msgspec.Raw(b"null")
+    priority: object = None
+    deadline_s: object = None
 
 
 class _Line(msgspec.Struct):
@@ -96,6 +112,10 @@ class _Line(msgspec.Struct):
 
 _read_line = msgspec.json.Decoder(_Line)
 _read_body = msgspec.json.Decoder(_Body)
+_NO_WISH = (0, math.inf)
+_ONE = (1, 1, *_NO_WISH)
+#: custom_id (None when unusable), url, samples, prompts, priority and deadline of a row
+_Facts = tuple[str | None, object, int, int, int, float]
 _read_list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -106,14 +126,18 @@ class _Growing:
         self.offset, self.length, self.line = array("q"), array("q"), array("q")
         self.samples, self.prompts = array("i"), array("i")
         self.content = array("Q")
+        #: empty until a row has one
+        self.priority, self.deadline = array("i"), array("f")
         self.digests = bytearray()
         self.first_chat_line = 0
 
-    def add(
-        self, offset: int, length: int, line: int, facts: tuple[str | None, object, int, int], content: bytes
-    ) -> None:
+    def add(self, offset: int, length: int, line: int, facts: _Facts, content: bytes) -> None:
         """Add a row; content: 8 bytes of hash of its line."""
-        custom_id, url, samples, prompts = facts
+        custom_id, url, samples, prompts, priority, deadline = facts
+        if priority or self.priority:
+            self._add_wish(self.priority, priority, 0)
+        if deadline < math.inf or self.deadline:
+            self._add_wish(self.deadline, deadline, math.inf)
         self.offset.append(offset)
         self.length.append(length)
         self.line.append(line)
@@ -123,6 +147,10 @@ class _Growing:
         self.digests += bytes(_DIGEST) if custom_id is None else _digest(custom_id)
         if url == CHAT_URL and not self.first_chat_line:
             self.first_chat_line = line
+
+    def _add_wish(self, column: array[Any], value: float, none: float) -> None:
+        column.extend([none] * (len(self.offset) - len(column)))
+        column.append(value)
 
 
 def scan_requests(path: Path | str, *, max_line_bytes: int = MAX_LINE_BYTES) -> RequestIndex:
@@ -141,6 +169,8 @@ def scan_requests(path: Path | str, *, max_line_bytes: int = MAX_LINE_BYTES) -> 
         np.frombuffer(columns.line, np.int64), np.frombuffer(columns.samples, np.int32),
         np.frombuffer(columns.prompts, np.int32), _told_apart(np.frombuffer(columns.content, np.uint64)), size,
         digest.hexdigest(), columns.first_chat_line, max_line_bytes,
+        priority=np.frombuffer(columns.priority, np.int32) if columns.priority else None,
+        deadline=np.frombuffer(columns.deadline, np.float32) if columns.deadline else None,
     )
 
 
@@ -152,7 +182,7 @@ def _scan(file: BufferedReader, columns: _Growing, digest: Any, max_line_bytes: 
         digest.update(piece)
         start, offset = offset, offset + len(piece)
         if not piece.endswith(b"\n") and len(piece) == max_line_bytes + 2:
-            facts = (leading_custom_id(piece[:_HEAD_BYTES]), None, 1, 1)
+            facts: _Facts = leading_custom_id(piece[:_HEAD_BYTES]), None, *_ONE
             content_hash = hashlib.blake2b(piece, digest_size=_CONTENT)
             while piece and not piece.endswith(b"\n"):
                 piece = file.readline(_PIECE)
@@ -203,10 +233,10 @@ def _open(path: Path) -> BufferedReader:
     return file
 
 
-def _row_facts(content: bytes, max_line_bytes: int) -> tuple[str | None, object, int, int]:
-    """Return custom_id (None when unusable), url and the numbers of samples and prompts of one line."""
+def _row_facts(content: bytes, max_line_bytes: int) -> _Facts:
+    """Return what must be known of one line."""
     if len(content) > max_line_bytes:
-        return leading_custom_id(content), None, 1, 1
+        return leading_custom_id(content), None, *_ONE
     try:
         row = _read_line.decode(content)
         custom_id, url = row.custom_id, row.url
@@ -215,25 +245,34 @@ def _row_facts(content: bytes, max_line_bytes: int) -> tuple[str | None, object,
         samples = sample_count(body.n, prompts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _odd_row_facts(content)
-    return usable_custom_id(custom_id), url, *((samples, prompts) if samples else (1, 1))
+    wish = _NO_WISH if body.priority is None is body.deadline_s else _wish(body.priority, body.deadline_s)
+    return usable_custom_id(custom_id), url, *((samples, prompts) if samples else (1, 1)), *wish
 
 
-def _odd_row_facts(content: bytes) -> tuple[str | None, object, int, int]:
+def _odd_row_facts(content: bytes) -> _Facts:
     """The same by the reader's own parser, for lines that the fast one refuses (lone surrogates, odd types)."""
     try:
         row = parse_line(content)[0]
     except ValueError:
-        return leading_custom_id(content), None, 1, 1
+        return leading_custom_id(content), None, *_ONE
     if not isinstance(row, dict):
-        return None, None, 1, 1
+        return None, None, *_ONE
     body, url = row.get("body"), row.get("url")
-    samples, prompts = None, 1
+    samples, prompts, wish = None, 1, _NO_WISH
     if isinstance(body, dict):
         prompt = body.get("prompt") if url == COMPLETIONS_URL else None
         many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
         prompts = len(prompt) if many and prompt else 1
         samples = sample_count(body.get("n"), prompts)
-    return usable_custom_id(row.get("custom_id")), url, *((samples, prompts) if samples else (1, 1))
+        wish = _wish(body.get("priority"), body.get("deadline_s"))
+    return usable_custom_id(row.get("custom_id")), url, *((samples, prompts) if samples else (1, 1)), *wish
+
+
+def _wish(priority: object, deadline: object) -> tuple[int, float]:
+    """Return the priority and the deadline of a row as they count, each the neutral one where it is not usable."""
+    number = priority if type(priority) is int else 0
+    seconds = deadline if type(deadline) is int or type(deadline) is float else math.inf
+    return number if abs(number) <= MOST_PRIORITY else 0, seconds if 0 <= seconds <= MOST_DEADLINE else math.inf
 
 
 def _prompt_count(url: object, prompt: msgspec.Raw) -> int:

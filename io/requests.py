@@ -26,6 +26,8 @@ from bgmpi.io.request_index import (
     CHAT_URL,
     COMPLETIONS_URL,
     MAX_SAMPLES,
+    MOST_DEADLINE,
+    MOST_PRIORITY,
     RequestIndex,
     leading_custom_id,
     parse_line,
@@ -197,6 +199,9 @@ class RequestReader:
         if fields.boolean("stream", False):
             raise Refused("stream: a batch cannot stream; leave it out", "stream")
         samples = self._take_samples(fields)
+        # How urgent the row is was read by the scan, for the order of all; here it is only checked.
+        fields.integer("priority", -MOST_PRIORITY, MOST_PRIORITY)
+        fields.number("deadline_s", 0, MOST_DEADLINE)
         limits, chat = self._limits, url == CHAT_URL
         sampling = read_sampling(
             fields, chat=chat, seed=row_seed(limits.job_seed, row), defaults=limits.defaults,

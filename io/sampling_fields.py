@@ -23,8 +23,8 @@ from bgmpi.request import Sampling
 #: fields that change nothing about the answer here
 HARMLESS = frozenset({
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "stream_options", "parallel_tool_calls", "prediction", "priority", "request_id",
-    "cache_salt", "return_token_ids",
+    "prompt_cache_retention", "stream_options", "parallel_tool_calls", "prediction", "request_id", "cache_salt",
+    "return_token_ids",
 })
 
 #: fields that would change the answer and are not built, with the values that ask for nothing

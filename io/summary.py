@@ -8,13 +8,12 @@ was queued.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.io.columns import FINISH, STATUS
+from bgmpi.io.outcome import error_codes
 from bgmpi.io.results_file import Results, RowResult, open_results
 
 _SHOWN = 300
@@ -43,16 +42,14 @@ def _counts(results: Results) -> list[str]:
     generated = results.column("samples/completion_tokens")
     prompts = _prompt_tokens(results)
     capped = int(results.column("samples/default_cap").sum())
-    errors = results.column("errors/code/values").tobytes()
-    cuts = results.column("errors/code/offsets").tolist()
-    codes = Counter(errors[start:stop].decode() for start, stop in pairwise(cuts))
+    codes = error_codes(results)
     lines = [
         f"  rows      {_named(results.status, STATUS)}",
         f"  finish    {_named(results.finish_reason, FINISH)}",
         f"  tokens    {prompts} prompt, {int(generated.sum())} generated",
     ]
     if codes:
-        lines.append("  errors    " + ", ".join(f"{code} {count}" for code, count in codes.most_common()))
+        lines.append("  errors    " + ", ".join(f"{code} {count}" for code, count in codes.items()))
     if capped:
         lines.append(f"  caps      {capped} samples ended by the context's length, because max_tokens was not set")
     return lines

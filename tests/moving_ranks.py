@@ -62,14 +62,16 @@ class Mover:
             self.raw = torch.empty(0)
             self.store.close()
 
-    def admit(self, sequence: int, prompt: int, most: int, sampling: Sampling | None = None) -> None:
+    def admit(
+        self, sequence: int, prompt: int, most: int, sampling: Sampling | None = None, *, level: int = 0
+    ) -> None:
         """Take a sequence with a made-up prompt into the backlog."""
         tokens = np.arange(sequence, sequence + prompt, dtype=np.int32) % 400
         if self.tokenizer is not None:
             asks = sampling or Sampling(seed=sequence)
             request = Request(sequence, f"r{sequence}", "/v1/completions", tokens, 1, asks)
             self.live[sequence] = open_transcript(request, 0, 0.25, self.tokenizer)
-        self.manager.admit([Entry(sequence, tokens, prompt, most)])
+        self.manager.admit([Entry(sequence, tokens, prompt, most, level=level)])
 
     def boundary(self) -> None:
         """Make room, refill; no bytes move, because nothing here has a device."""

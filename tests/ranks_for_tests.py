@@ -226,10 +226,11 @@ class Toy:
 
 def live(
     scheduler: Scheduler, toy: Toy, caps: list[int], *, most_rounds: int = 4000,
-    watch: Callable[[list, list], None] = lambda events, said: None,
+    watch: Callable[[list, list], None] = lambda events, said: None, order: list[int] | None = None,
 ) -> int:
-    """Run the job to its end, checking all laws in every round -> the rounds it took."""
-    unread = list(range(len(caps)))
+    """Run the job to its end, checking all laws in every round -> the rounds it took.  order: in which sequences are
+    read."""
+    unread = list(range(len(caps))) if order is None else order
     for number in range(most_rounds):
         events: list = toy.reports()
         wanted = scheduler.wanted() if number else 4

@@ -9,6 +9,7 @@ MPI_Init under Slurm's pmi2, now and then.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture(autouse=True)
 def bodies_import_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("TOKENIZER", str(make_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
 
 
@@ -56,7 +57,7 @@ def once_around() -> None:
                 for name, prompt in ((held, 9), (queued, 6), (stays, 3)):
                     mover.admit(name, prompt, prompt + 30)
                 mover.run(3)
-                mover.admit(never, 5, 9)
+                mover.admit(never, 5, 9, level=2)
                 mover.suspend(held)
                 mover.suspend(queued, resume=True)
                 mover.moves()
@@ -86,6 +87,7 @@ def once_around() -> None:
                         assert (entry.prompt, entry.with_kv, entry.started) == (prompt, with_kv, started)
                         assert entry.tokens.tolist() == [(name + i) % 400 for i in range(size)]
                         assert entry.most == prompt + (4 if name % 10 == 4 else 30)
+                        assert entry.level == (2 if name % 10 == 4 else 0)
                     mover.step()  # who stays goes on, and its new KV harms nobody's
                     world.barrier()
                     mover.check_bytes()

@@ -7,6 +7,7 @@ a device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture(autouse=True)
 def bodies_import_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 # --- on ranks -------------------------------------------------------------------------------------------------------

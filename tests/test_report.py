@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import pytest
 
+from bgmpi.io.outcome import ClassTimes, Outcome
 from bgmpi.report import ERASE_LINE, Progress, Snapshot, Summary, bar, clock, line, metrics_line, summary_text
 
 NOW = Snapshot(done=30, failed=2, total=128, active=64, waiting=32, prompt_tokens=6000, generated_tokens=1200,
                kv_used=25, kv_pages=100, preemptions=1, seconds=16.0, steps=40)
 BEFORE = replace(NOW, done=10, prompt_tokens=5000, generated_tokens=200, seconds=6.0)
 EMPTY = Snapshot(0, 0, None, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
+OUTCOME = Outcome({"length": 9, "stop": 30}, {"context_length_exceeded": 1}, 3, (1.0, 2.0, 3.0), 9.5)
 SUMMARY = Summary(
     rows=40, done=39, failed=1, prompt_tokens=1000, generated_tokens=3000, seconds=12.0, load_seconds=2.0, ranks=2,
-    steps=77, finish={"length": 9, "stop": 30}, errors={"context_length_exceeded": 1}, default_capped=3,
-    sct_p50=1.0, sct_p95=2.0, sct_p99=3.0, expert_tokens_mean=100.0, expert_tokens_max=150.0,
+    steps=77, outcome=OUTCOME, expert_tokens_mean=100.0, expert_tokens_max=150.0,
     outputs={"results": "out/results.h5"}, samples=[("Who are you?", "A  model.\n\x1b[31mI answer.")],
 )
 
@@ -103,9 +104,20 @@ def test_off_is_silent_but_metrics_go_on():
 
 def test_the_summary_tells_counts_rates_load_and_paths():
     text = summary_text(SUMMARY)
-    for words in ("40: 39 good, 1 failed", "30 stop, 9 length", "1 context_length_exceeded", "3 rows ended at a length",
+    for words in ("40: 39 good, 1 failed", "30 stop, 9 length", "1 context_length_exceeded", "3 samples ended at",
+                  "first token 9.5 s after",
                   "400 tok/s", "300 generated (150 a rank)", "1.50 times", "out/results.h5", "2 ranks", "2.0 s (95 %)"):
         assert words in text
+
+
+def test_priorities_and_deadlines_are_told_where_rows_had_them():
+    classes = [ClassTimes(-5, 10, 1.0, 2.0, 3.0), ClassTimes(0, 1030, float("nan"), float("nan"), float("nan"))]
+    urgent = replace(OUTCOME, classes=classes, more_classes=3, in_time=1200, late=1)
+    told = summary_text(replace(SUMMARY, outcome=urgent))
+    for words in ("priority -5  10 rows, answered 1.0 s (half)", "priority 0   1,030 rows\n", "3 less urgent ones",
+                  "1,200 rows in time, 1 late"):
+        assert words in told
+    assert "priority" not in summary_text(SUMMARY) and "deadline" not in summary_text(SUMMARY)
 
 
 @pytest.mark.parametrize(("moves", "told"), [

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers_for_tests import make_tokenizer
 
-from bgmpi.errors import InputError, MissingError
+from bgmpi.errors import InputError, InternalError, MissingError
 from bgmpi.io.requests import RequestLimits, RequestReader, RowRefused, SamplingDefaults, scan_requests
 from bgmpi.io.tokenizer import Tokenizer, open_tokenizer
 from bgmpi.request import Request, Sampling
@@ -71,6 +72,40 @@ def test_the_index_tells_place_line_and_samples_of_every_row(tmp_path: Path) -> 
     for row, entry in enumerate(entries):
         assert json.loads(data[index.offset[row] :][: index.length[row]]) == entry
     assert pickle.loads(pickle.dumps(index)).line.tolist() == index.line.tolist()
+
+
+def test_priority_and_deadline_are_told_of_every_row_once_a_row_has_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    asked: list[dict[str, Any]] = [
+        {}, {"priority": -3}, {"priority": None, "deadline_s": 2.5}, {"priority": True}, {"priority": 2.0},
+        {"priority": 2**31}, {"priority": 10**30}, {"deadline_s": "1"}, {"deadline_s": -1}, {"deadline_s": 10**400},
+        {"priority": 2**31 - 1, "deadline_s": 0}, {"priority": 7, "n": 10**9}, {"priority": 8, "prompt": "\ud800"}, {},
+    ]
+    lines = [json.dumps(line(f"r{i}", **body)) for i, body in enumerate(asked)]
+    path.write_text("\n".join([*lines, "{", "[]"]))
+    index = scan_requests(path)
+    assert index.priority is not None and index.deadline is not None
+    assert (index.priority.dtype, index.deadline.dtype) == (np.int32, np.float32)
+    assert index.priority.tolist() == [0, -3, *[0] * 8, 2**31 - 1, 7, 8, 0, 0, 0]
+    assert np.flatnonzero(np.isfinite(index.deadline)).tolist() == [2, 10]
+    assert index.deadline[[2, 10]].tolist() == [2.5, 0]
+    with pytest.raises(InternalError, match="an index of 16 rows has columns of"):
+        replace(index, priority=index.priority[:3])
+    path.write_text("\n".join(lines[:2]))
+    assert scan_requests(path).deadline is None
+    path.write_text(lines[0])
+    assert scan_requests(path).priority is None
+
+
+def test_a_priority_or_deadline_that_cannot_be_read_refuses_its_row(read: Read) -> None:
+    assert isinstance(read(priority=-(2**31) + 1, deadline_s=0.5), Request)
+    assert isinstance(read(CHAT, priority=None, deadline_s=None), Request)
+    for bad in (True, 2.0, "1", 2**31, [1]):
+        refused = read(priority=bad)
+        assert refused.param == "priority" and "expected a whole number from -2147483647" in refused.message
+    for bad in (True, "1", -0.1, 1e10, {}):
+        refused = read(deadline_s=bad)
+        assert refused.param == "deadline_s" and "expected a number of at least 0" in refused.message
 
 
 def test_an_empty_file_is_a_job_of_no_rows(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def test_unfinished_answers_go_on_where_they_were(work: tuple[Path, Path, Answer
     metrics = tmp_path / "metrics.jsonl"
     ended = run(1, *words(model, requests, output, "--metrics-file", str(metrics)), expect=3)
     assert jobs.tokens_of(output) == expected
+    (told,) = [line for line in ended.stdout.splitlines() if line.startswith("finish")]
+    assert sum(int(one.split()[0]) for one in told.removeprefix("finish").split(",")) == len(expected) - 1
     generated = json.loads(metrics.read_text().splitlines()[-1])["generated_tokens"]
     left = int(ended.stderr.split("are begun with ")[1].split()[0])
     assert left > 0
@@ -195,6 +197,7 @@ def test_the_whole_answer_is_not_computed_again(work: tuple[Path, Path, Answers]
     stamp = output.stat().st_mtime_ns
     ended = run(1, *words(model, requests, output), expect=3)
     assert "nothing is left to do" in ended.stderr and output.stat().st_mtime_ns == stamp
+    assert "completed in" in ended.stdout and "1 invalid_request_error" in ended.stdout
     ended = run(1, *words(model, requests, output, "--retry-failed"), expect=2)
     assert "is published" in ended.stderr and "--overwrite" in ended.stderr
     ended = run(1, *words(model, requests, output, "--resume", "never"), expect=2)

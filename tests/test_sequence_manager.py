@@ -17,8 +17,8 @@ from bgmpi.request import Finish
 from bgmpi.sequence_manager import Hold, SequenceManager, Way
 
 
-def entry(sequence: int, prompt: int, new: int) -> Entry:
-    return Entry(sequence, np.arange(prompt, dtype=np.int32), prompt, prompt + new)
+def entry(sequence: int, prompt: int, new: int, level: int = 0) -> Entry:
+    return Entry(sequence, np.arange(prompt, dtype=np.int32), prompt, prompt + new, level=level)
 
 
 def make(
@@ -187,14 +187,16 @@ TIERS: dict[str, dict[str, Any]] = {
     extra_pages=st.integers(0, 30),
     budget=st.integers(4, 12),
     hold=st.sampled_from(Hold),
+    levels=st.lists(st.integers(0, 3), min_size=14, max_size=14),
 )
 @settings(deadline=None, max_examples=50)
-def test_every_sequence_ends_once_with_its_tokens_whatever_the_pools(
-    tiers: dict[str, Any], jobs: list[tuple[int, int, int]], slots: int, extra_pages: int, budget: int, hold: Hold
+def test_every_sequence_ends_once_with_its_tokens_whatever_the_pools_and_levels(
+    tiers: dict[str, Any], jobs: list[tuple[int, int, int]], slots: int, extra_pages: int, budget: int, hold: Hold,
+    levels: list[int],
 ) -> None:
     fits = max(-(-(prompt + new) // 4) for prompt, new, _ in jobs)
     manager = make(slots=slots, pages=fits + extra_pages, budget=budget, hold=hold, **tiers)
-    manager.admit([entry(i, prompt, new) for i, (prompt, new, _) in enumerate(jobs)])
+    manager.admit([entry(i, prompt, new, levels[i]) for i, (prompt, new, _) in enumerate(jobs)])
     ended = run_to_end(manager, {i: stop for i, (_, _, stop) in enumerate(jobs)})
     assert ended == {i: prompt + min(new, stop) for i, (prompt, new, stop) in enumerate(jobs)}
     for pool in (manager.places.home, manager.places.device, manager.places.disk):
@@ -237,6 +239,39 @@ def test_everybody_ends_whoever_is_suspended_whenever(
     ended |= run_to_end(manager, {})
     assert ended == {i: prompt + new for i, (prompt, new) in enumerate(jobs)}
     assert manager.kv.free == manager.kv.pages
+
+
+def test_the_more_urgent_start_first_and_equals_in_their_order() -> None:
+    manager = make(slots=3)
+    manager.admit([entry(0, 2, 9, 1), entry(1, 2, 9, 1), entry(2, 2, 9, 0)])
+    manager.arrive(entry(3, 2, 9, 0))
+    manager.refill()
+    assert manager.active_set.sequence[manager.active].tolist() == [2, 3, 0]
+
+
+@pytest.mark.parametrize("hold", Hold)
+def test_the_least_urgent_yields_whomever_the_hold_policy_would_name(hold: Hold) -> None:
+    manager = make(pages=13, hold=hold)
+    less, more = [entry(7, 4, 12, 1)], [entry(0, 4, 20), entry(1, 4, 20)]
+    for entries in (less, more) if hold is Hold.SHORTEST else (more, less):
+        manager.admit(entries)
+        manager.refill()
+        for _ in range(2):
+            advance(manager)
+    gave_up: list[int] = []
+    while not gave_up:
+        gave_up = boundary(manager)
+        advance(manager)
+    assert gave_up == [7]
+
+
+def test_how_urgent_a_sequence_is_stays_with_it_when_it_yields() -> None:
+    manager = make()
+    manager.admit([entry(0, 2, 9, 1), entry(1, 2, 9, 5)])
+    manager.refill()
+    advance(manager)
+    manager.suspend(np.array([0, 1]))
+    assert [(one.sequence, one.level) for one in manager.leave(np.array([1, 0]))] == [(1, 5), (0, 1)]
 
 
 def test_the_disk_lets_more_be_active_than_the_home_holds() -> None:
