@@ -23,16 +23,19 @@ from bgmpi.errors import OutOfMemory, UsageError
 from bgmpi.group import Group
 from bgmpi.head import Head, Orders
 from bgmpi.io.segments import SegmentWriter, parts_folder
+from bgmpi.lateness import Limits
 from bgmpi.layout import Parts, lay_out
 from bgmpi.long_tail import TailRules
 from bgmpi.prepare import Job, prepare, together
 from bgmpi.primitives import Admit, Combine, Migrate, Partition, Reported, Run, Stop, Yield
+from bgmpi.pulse import Phase
 from bgmpi.rank import Rank
 from bgmpi.rehearsal import rehearse
 from bgmpi.report import Summary
 from bgmpi.resume import Resumption, begin, look
 from bgmpi.scheduler import Rules
 from bgmpi.tally import Counts, Tally, total
+from bgmpi.watch import watched
 from bgmpi.weight_plan import everywhere_bytes
 from bgmpi.world import World, decode, open_world
 
@@ -56,7 +59,10 @@ def run(config: Config) -> Summary:
         log.configure(world.rank, world.host, config.log_level)
         together(world, lambda: _check_ranks(config, world))
         _name_processes(world)
+        stack.enter_context(watched(world, Limits(config.heartbeat, config.startup_timeout)))
+        world.pulse.enter(Phase.READING)
         job = prepare(config, world)
+        world.pulse.enter(Phase.RESUMING)
         attempt = together(world, lambda: look(job, os.environ, stack) if world.rank == 0 else None)
         whole = world.broadcast([attempt.summary] if attempt is not None and attempt.summary else [], list[Summary])
         if whole:
@@ -80,6 +86,7 @@ def run(config: Config) -> Summary:
             head = Head(job, world.size, rules, attempt=attempt, pool=parts.pool, clock=clock, refuse=tally.take,
                         stack=stack)
         _rounds(world, head, rank, _Checkpoint(writer, rank, clock, config.checkpoint_interval))
+        world.pulse.enter(Phase.WRITING)
         together(world, writer.close)
         if parts.spill is not None:
             rank.moves.spilled_bytes = parts.spill.writes.bytes
@@ -114,11 +121,13 @@ class _Checkpoint:
 def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint) -> None:
     """Collective over the world: rounds until every sequence has ended."""
     while True:
+        world.pulse.enter(Phase.DECIDING if head is not None else Phase.ORDERS)
         reports = world.gather(rank.report())
         orders = None
         if head is not None and reports is not None:
             orders = head.decide([decode(report, Reported) for report in reports])
         mine = world.scatter(orders, Orders)
+        world.pulse.enter(Phase.MOVING)
         moves = [one for one in mine.instructions if isinstance(one, Migrate)]
         groups = [one for one in mine.instructions if isinstance(one, Partition)]
         for instruction in mine.instructions:
@@ -139,19 +148,23 @@ def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint
                     rank.run(instruction)
                 case Stop():
                     return
+        world.pulse.enter(Phase.WRITING)
         checkpoint.save_if_due()
 
 
 def _finish(world: World, head: Head | None, counts: Counts, loaded: float) -> Summary:
     """Collective over the world: publish on rank 0, tell everybody the summary."""
+    world.pulse.enter(Phase.PUBLISHING)
     everyone = world.gather(counts)
 
     def publish() -> Summary | None:
         if head is None or everyone is None:
             return None
-        return head.summarise(total(decode(one, Counts) for one in everyone), head.publish(), loaded)
+        return head.summarise(total(decode(one, Counts) for one in everyone), head.publish(world.pulse.beat), loaded)
 
-    return world.broadcast(together(world, publish), Summary)
+    summary = world.broadcast(together(world, publish), Summary)
+    world.pulse.enter(Phase.ENDING)
+    return summary
 
 
 @contextmanager
@@ -172,6 +185,11 @@ def _out_of_memory_is_told(config: Config) -> Iterator[None]:
 def _check_ranks(config: Config, world: World) -> None:
     if config.ranks is not None and config.ranks != world.size:
         raise UsageError(f"--ranks {config.ranks}, but the launcher started {world.size}; leave --ranks out")
+    if config.on_rank_death != "restart":
+        raise UsageError(
+            f"--on-rank-death {config.on_rank_death}: not built, and docs/reliability.md says why; leave it out: "
+            "the job ends when a rank dies, and goes on where it was when it is started again"
+        )
 
 
 def _name_processes(world: World) -> None:
@@ -252,6 +270,7 @@ def _tail_rules(job: Job, world: World, groups: dict[tuple[int, int], Group], pa
     lockstep = parts.executor.lockstep
     if world.size == 1 or not config.partition or not parts.shardable:
         return TailRules(lockstep=lockstep)
+    world.pulse.enter(Phase.REHEARSING)
     if not _may_pay(job, world, groups[0, world.size]):
         _LOG.info("no groups of ranks: one sequence alone is faster than any group could be here")
         return TailRules(lockstep=lockstep)

@@ -100,8 +100,9 @@ class Head:
         self._watch(reports)
         return [Orders(one, self._work(one)) for one in said]
 
-    def publish(self) -> Published:
-        """Merge all segments into the output file.  Raises WriteError; the segments stay until it is whole."""
+    def publish(self, beat: Callable[[], None]) -> Published:
+        """Merge all segments into the output file, calling `beat` after each piece.  Raises WriteError; the segments
+        stay until it is whole."""
         job = self._job
         assert job.index is not None
         layout: dict[str, int | str] = {
@@ -118,6 +119,7 @@ class Head:
             job.index.samples,
             prompts_per_row=job.index.prompts,
             maps=self._attempt.maps,
+            beat=beat,
         )
         if job.config.error_file is not None:
             export_errors(published.path, job.config.error_file)

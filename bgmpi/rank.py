@@ -28,6 +28,7 @@ from bgmpi.io.tokenizer import Tokenizer
 from bgmpi.migration import migrate
 from bgmpi.partition import Sharded, shard, unshard
 from bgmpi.primitives import FEW_ACTIVE, NOBODY, Deed, Ids, Migrate, Partition, Reported, Run
+from bgmpi.pulse import Phase
 from bgmpi.request import Answer, Begun, Finish, Request
 from bgmpi.sampling import Drawn, Sampler
 from bgmpi.sequence_manager import Ended, SequenceManager, Way
@@ -150,6 +151,7 @@ class Rank:
 
     def run(self, order: Run) -> None:
         """Collective over the world when the model has experts.  Make up to `order.steps` steps."""
+        self.world.pulse.enter(Phase.STEP)
         self._make_room()
         self._refill()
         self._recall()
@@ -160,6 +162,7 @@ class Rank:
             if not most:
                 break
             self._step(plan, most)
+            self.world.pulse.stepped()
             self._tally.steps += 1
             if self.check:
                 self.manager.check()

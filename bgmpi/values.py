@@ -136,6 +136,13 @@ def duration(value: object) -> float:
     return sum(float(amount) * _SECONDS[unit] for amount, unit in _PIECE.findall(word))
 
 
+def limit(value: object) -> float:
+    """Read a duration, or off, which like 0 is returned as 0."""
+    if isinstance(value, str) and value.strip().lower() == "off":
+        return 0.0
+    return duration(value)
+
+
 def drill(value: object) -> str:
     """Read which primitives to force in every K-th round, such as yield=3,migrate=5; each at most once, K >= 1."""
     drill_rounds(value)
