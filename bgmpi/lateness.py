@@ -18,6 +18,8 @@ from math import inf
 #: Warnings begin at this part of the limit.
 _FIRST_WARNING = 0.1
 _NAMED = 8
+#: From here on tenths of a second are not told.
+_WHOLE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class Limits:
         return (self.heartbeat if begun else self.startup) or inf
 
     def warning(self, *, begun: bool) -> float:
-        """Return from when on a rank is late."""
-        return _FIRST_WARNING * min(self.heartbeat, self.end(begun=begun))
+        """Return from when on a rank is late: not before a silent one can be told from one that waits."""
+        return max(_FIRST_WARNING * min(self.heartbeat, self.end(begun=begun)), self.patience + self.interval)
 
     @property
     def interval(self) -> float:
@@ -49,13 +51,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of a rank.  waits: inside a collective; still: seconds since it went on, silent: since it was
-    heard (inf: never)."""
+    """What is known of a rank.  waits: inside a collective; begun: it made a step; still: seconds since it went on,
+    silent: since it was heard (inf: never)."""
 
     rank: int
     host: str
     phase: str
     waits: bool
+    begun: bool
     still: float
     silent: float = 0.0
 
@@ -63,17 +66,19 @@ class Seen:
         """Return it in words."""
         name = f"rank {self.rank}/{self.host}"
         if silent:
-            return f"{name} has not answered for {self.silent:.0f} s, last heard in '{self.phase}'"
+            return f"{name} has not answered for {_told(self.silent)}, last heard in '{self.phase}'"
         how = "has waited for other ranks" if self.waits else "has not gone on"
-        return f"{name} {how} for {self.still:.0f} s in '{self.phase}'"
+        return f"{name} {how} for {_told(self.still)} in '{self.phase}'"
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The job has not gone on for `seconds`, because of `culprits`; silent: they do not answer."""
+    """The job has not gone on for `seconds`, because of `culprits`; begun: the limit is that of a job that made a step;
+    silent: they do not answer."""
 
     seconds: float
     culprits: tuple[Seen, ...]
+    begun: bool
     silent: bool = False
 
     def told(self) -> str:
@@ -93,12 +98,19 @@ def judge(seen: Sequence[Seen], patience: float) -> Stall | None:
     heard = [one for one in seen if one.silent <= patience]
     busy = [one for one in heard if not one.waits]
     if busy:
-        longest = max(one.still for one in busy)
-        return Stall(longest, tuple(one for one in busy if one.still >= longest / 2))
+        worst = max(busy, key=lambda one: one.still)
+        return Stall(worst.still, tuple(one for one in busy if one.still >= worst.still / 2), worst.begun)
     if not heard or any(one.silent == inf for one in seen):
         return None
+    seconds = min(one.still for one in heard)
     lost = tuple(one for one in seen if one.silent > patience)
-    return Stall(min(one.still for one in heard), lost or tuple(heard), silent=bool(lost))
+    if lost:
+        return Stall(seconds, lost, all(one.begun for one in lost), silent=True)
+    return Stall(seconds, tuple(heard), any(one.begun for one in heard))
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= _WHOLE else f"{seconds:.1f} s"
 
 
 class Alarm:

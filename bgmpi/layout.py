@@ -64,13 +64,13 @@ class Parts:
 def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
     """Collective over the world: load the weights, lay out memory."""
     config = job.config
+    world.pulse.enter(Phase.LOADING)
     slots = config.max_num_seqs
     cores, allowed = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
     threads = threads_for(world.node_size, config.threads, cores, allowed)
     name = "cpu" if config.backend == "auto" else config.backend
     backend = open_backend(name, world if world.size > 1 else None, threads)
     weights = together(world, lambda: _plan_weights(job, world))
-    world.pulse.enter(Phase.LOADING)
     model = together(world, lambda: _model(job, world, backend, weights, stack))
     world.barrier()  # all weights are loaded, else one rank would take for free what another still needs
     world.pulse.enter(Phase.LAYING_OUT)

@@ -41,7 +41,7 @@ _JOINING = 15.0
 #: Seconds that a rank gives others to tell what they do, and a deed that may block.
 _GRACE = 1.5
 #: Where rank 0 is silent the others act one after the other, so that one tells for all.
-_STAGGER, _MOST_STAGGERED = 0.25, 40
+_STAGGER, _MOST_STAGGERED = 2.0, 30
 #: Most ranks that print stacks.
 _DUMPING = 4
 _MOST_NAMED = 8
@@ -55,6 +55,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     host: str
     phase: str
     waits: bool
+    begun: bool
     still: float
 
 
@@ -118,17 +119,16 @@ class Watch:
     def look(self) -> None:
         """Take this rank's pulse, tell it, judge."""
         own = self._own()
-        beat = msgspec.msgpack.encode(Beat(own.rank, own.host, own.phase, own.waits, own.still))
+        beat = msgspec.msgpack.encode(Beat(own.rank, own.host, own.phase, own.waits, own.begun, own.still))
         if self.channel is not None:
             self.channel.send(beat, self._where.values() if self.rank == 0 else self.head)
         stall = self._judge(own)
         if stall is None:
             return
-        begun = self.pulse.begun
-        if stall.seconds >= self.limits.end(begun=begun) + _STAGGER * min(self.rank, _MOST_STAGGERED):
+        flag, limit = self._limit(stall)
+        if stall.seconds >= limit + _STAGGER * min(max(0, self.rank - 1), _MOST_STAGGERED):
             self._end(stall)
-        elif self._alarm.due(stall, self.limits.warning(begun=begun)):
-            flag, limit = self._limit()
+        elif self._alarm.due(stall, self.limits.warning(begun=stall.begun)):
             after = f"; after {limit:g} s the job ends ({flag})" if limit < inf else ""
             _LOG.warning("%s%s", stall.told(), after)
 
@@ -139,7 +139,7 @@ class Watch:
         now = (pulse.count, pulse.phase, pulse.waits)
         if now != self._last:
             self._last, self._since = now, self._awake
-        return Seen(self.rank, self.host, str(pulse.phase), pulse.waits, self._awake - self._since)
+        return Seen(self.rank, self.host, str(pulse.phase), pulse.waits, pulse.begun, self._awake - self._since)
 
     def _judge(self, own: Seen) -> Stall | None:
         if self.rank == 0:
@@ -152,10 +152,10 @@ class Watch:
 
     def _seen(self, rank: int) -> Seen:
         if rank not in self._heard:
-            return Seen(rank, "?", Phase.STARTING, False, inf, inf)
+            return Seen(rank, "?", Phase.STARTING, False, False, inf, inf)
         beat, then = self._heard[rank]
         silent = self._awake - then
-        return Seen(rank, beat.host, beat.phase, beat.waits, beat.still + silent, silent)
+        return Seen(rank, beat.host, beat.phase, beat.waits, beat.begun, beat.still + silent, silent)
 
     def _listen(self, until: float) -> None:
         while not self.closed and (left := until - time.monotonic()) > 0:
@@ -190,15 +190,14 @@ class Watch:
                 "ranks that are heard can be found stuck", len(deaf), self.size, _some(deaf),
             )  # fmt: skip
 
-    def _limit(self) -> tuple[str, float]:
-        begun = self.pulse.begun
-        return "--heartbeat" if begun else "--startup-timeout", self.limits.end(begun=begun)
+    def _limit(self, stall: Stall) -> tuple[str, float]:
+        return "--heartbeat" if stall.begun else "--startup-timeout", self.limits.end(begun=stall.begun)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def _end(self, stall: Stall) -> None:
         """Say why, tell all, leave."""
-        flag, limit = self._limit()
+        flag, limit = self._limit(stall)
         _briefly(lambda: note_exit_code(ExitCode.INTERNAL))
         last = "%s: the job ends, for the limit is %g s (%s); finished rows are safe, start it again to go on"
         _briefly(lambda: _LOG.error(last, stall.told(), limit, flag))
@@ -284,10 +283,11 @@ def _briefly(deed: Callable[[], None]) -> None:
 
 
 def _tell_stacks(prefix: str) -> None:
-    """Print the stacks of all threads, each line with the rank's name."""
+    """Print the stacks of all threads but the watch's own, each line with the rank's name."""
     file = os.memfd_create("stacks")
     faulthandler.dump_traceback(file, all_threads=True)
     text = os.pread(file, 1 << 20, 0).decode(errors="replace")
     os.close(file)
-    sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
+    threads = [one for one in text.split("\n\n") if "watch.py" not in one]
+    sys.stderr.write("".join(f"{prefix}{line}\n" for one in threads for line in one.splitlines()))
     sys.stderr.flush()
