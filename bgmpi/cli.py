@@ -122,14 +122,15 @@ def _configure_together(words: Sequence[str], environ: Mapping[str, str]) -> Con
 
     A rank that left alone (a config file that only its node lacks) would keep the others waiting in MPI for ever.
     """
-    from bgmpi.world import open_world
+    from bgmpi.world import open_world, starting
 
     config = failure = None
     try:
         config = _configure(words, environ)
     except BgmpiError as error:
         failure = error
-    with open_world(allow_mismatch=True) as world:
+    limit = config.startup_timeout if config is not None and config.heartbeat else 0.0
+    with starting(limit), open_world(allow_mismatch=True) as world:
         world.agree(failure)
     assert config is not None
     return config

@@ -288,6 +288,6 @@ def _tell_stacks(prefix: str) -> None:
     faulthandler.dump_traceback(file, all_threads=True)
     text = os.pread(file, 1 << 20, 0).decode(errors="replace")
     os.close(file)
-    threads = [one for one in text.split("\n\n") if "watch.py" not in one]
+    threads = [one for one in text.split("\n\n") if f'"{__file__}"' not in one]
     sys.stderr.write("".join(f"{prefix}{line}\n" for one in threads for line in one.splitlines()))
     sys.stderr.flush()

@@ -11,10 +11,13 @@ waiting until the wall-time limit.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -249,6 +252,21 @@ def start_mpi() -> None:
     does not fit into 1,024 letters, and the launch dies.  Behind it are zeros as long as nothing large was imported.
     """
     import_module("mpi4py.MPI")
+
+
+@contextmanager
+def starting(limit: float) -> Iterator[None]:
+    """Let this process print its stack and leave when the block, in which MPI starts, takes longer than `limit` seconds
+    (0: never).  Local.
+
+    MPI starts inside an import that holds the interpreter, so no thread of Python could watch it.
+    """
+    if limit:
+        faulthandler.dump_traceback_later(limit, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def open_world(*, allow_mismatch: bool = False) -> World:
