@@ -18,6 +18,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterable
 
 Address = tuple[str, int]
@@ -28,6 +29,7 @@ _MOST_BYTES = 4096
 #: ioctl of Linux: the address of an interface.
 _ASK_ADDRESS = 0x8915
 _NAME_BYTES = 15
+_PAUSE = 0.1
 
 
 def new_token() -> bytes:
@@ -73,7 +75,10 @@ class SideChannel:
         self._socket.settimeout(max(seconds, 1e-3))
         try:
             data, sender = self._socket.recvfrom(_MOST_BYTES)
-        except OSError:
+        except TimeoutError:
+            return None
+        except OSError:  # of the network, and it may come at once again
+            time.sleep(min(seconds, _PAUSE))
             return None
         if sender[0] not in self.senders or not hmac.compare_digest(data[:TOKEN_BYTES], self._token):
             return None

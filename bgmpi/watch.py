@@ -34,7 +34,7 @@ from bgmpi.errors import ExitCode
 from bgmpi.lateness import Alarm, Limits, Seen, Stall, judge
 from bgmpi.pulse import Phase, Pulse
 from bgmpi.side_channel import LOOPBACK, Address, SideChannel, new_token, own_addresses
-from bgmpi.world import World, decode, note_exit_code
+from bgmpi.world import World, decode, note_exit_code, started
 
 #: Seconds after which rank 0 says whom it cannot hear.
 _JOINING = 15.0
@@ -130,7 +130,7 @@ class Watch:
             self._end(stall)
         elif self._alarm.due(stall, self.limits.warning(begun=stall.begun)):
             after = f"; after {limit:g} s the job ends ({flag})" if limit < inf else ""
-            _LOG.warning("%s%s", stall.told(), after)
+            _briefly(lambda: _LOG.warning("%s%s", stall.told(), after))
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -224,6 +224,7 @@ def watched(world: World, limits: Limits) -> Iterator[None]:
         yield
         return
     watch = _open(world, limits)
+    started()
     thread = Thread(target=watch.run, name="watch", daemon=True)
     thread.start()
     try:

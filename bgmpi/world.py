@@ -17,7 +17,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -241,7 +241,7 @@ class World:
 def note_exit_code(code: ExitCode) -> None:
     """Write the job's exit code where the batch script reads it; the first failing rank's stays."""
     if path := os.environ.get(CODE_FILE):
-        with open(path, "x", encoding="ascii") as file:
+        with suppress(FileExistsError), open(path, "x", encoding="ascii") as file:
             file.write(str(int(code)))
 
 
@@ -256,8 +256,8 @@ def start_mpi() -> None:
 
 @contextmanager
 def starting(limit: float) -> Iterator[None]:
-    """Let this process print its stack and leave when the block, in which MPI starts, takes longer than `limit` seconds
-    (0: never).  Local.
+    """Let this process print its stack and leave when `limit` seconds pass (0: never) before `started` is called or the
+    block ends.  Local.
 
     MPI starts inside an import that holds the interpreter, so no thread of Python could watch it.
     """
@@ -266,7 +266,12 @@ def starting(limit: float) -> Iterator[None]:
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        started()
+
+
+def started() -> None:
+    """Say that others watch this process now (see `starting`).  Local."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 def open_world(*, allow_mismatch: bool = False) -> World:
