@@ -102,11 +102,9 @@ def judge(seen: Sequence[Seen], patience: float) -> Stall | None:
         return Stall(worst.still, tuple(one for one in busy if one.still >= worst.still / 2), worst.begun)
     if not heard or any(one.silent == inf for one in seen):
         return None
-    seconds = min(one.still for one in heard)
     lost = tuple(one for one in seen if one.silent > patience)
-    if lost:
-        return Stall(seconds, lost, all(one.begun for one in lost), silent=True)
-    return Stall(seconds, tuple(heard), any(one.begun for one in heard))
+    begun = any(one.begun for one in seen)
+    return Stall(min(one.still for one in heard), lost or tuple(heard), begun, silent=bool(lost))
 
 
 def _told(seconds: float) -> str:

@@ -128,7 +128,7 @@ class Watch:
         flag, limit = self._limit(stall)
         if stall.seconds >= limit + _STAGGER * min(max(0, self.rank - 1), _MOST_STAGGERED):
             self._end(stall)
-        elif self._alarm.due(stall, self.limits.warning(begun=stall.begun)):
+        elif self.rank <= 1 and self._alarm.due(stall, self.limits.warning(begun=stall.begun)):
             after = f"; after {limit:g} s the job ends ({flag})" if limit < inf else ""
             _briefly(lambda: _LOG.warning("%s%s", stall.told(), after))
 
@@ -146,9 +146,8 @@ class Watch:
             self._tell_deafness()
             return judge([own, *(self._seen(rank) for rank in range(1, self.size))], self.limits.patience)
         head = self._seen(0)
-        if self.limits.patience < head.silent < inf:  # nobody else would judge
-            return judge([head, own], self.limits.patience)
-        return None
+        # Else rank 0 judges, and knows more.
+        return judge([head, own], self.limits.patience) if head.silent > self.limits.patience else None
 
     def _seen(self, rank: int) -> Seen:
         if rank not in self._heard:
@@ -185,10 +184,9 @@ class Watch:
         self._told_deaf = True
         deaf = [rank for rank in range(1, self.size) if rank not in self._heard]
         if deaf:
-            _LOG.warning(
-                "--heartbeat hears nothing of %d of %d ranks (%s): no datagram gets from them to this host, so only "
-                "ranks that are heard can be found stuck", len(deaf), self.size, _some(deaf),
-            )  # fmt: skip
+            words = "--heartbeat hears nothing of %d of %d ranks (%s): no datagram gets from them to this host, so each "
+            words += "of them watches itself alone"
+            _briefly(lambda: _LOG.warning(words, len(deaf), self.size, _some(deaf)))
 
     def _limit(self, stall: Stall) -> tuple[str, float]:
         return "--heartbeat" if stall.begun else "--startup-timeout", self.limits.end(begun=stall.begun)

@@ -153,6 +153,19 @@ def test_who_is_never_heard_is_told_once_and_ends_nothing(
     assert "2 of 3 ranks (1, 2)" in said
 
 
+def test_a_rank_that_hears_nobody_watches_itself(caplog: pytest.LogCaptureFixture) -> None:
+    left: list[int] = []
+    Thread(target=Watch(3, "n3", 4, at(Phase.STEP), Limits(0.5, 60), leave=left.append).run).start()
+    waiting = Watch(2, "n2", 4, at(Phase.STEP, waits=True), Limits(0.5, 60), leave=left.append)
+    thread = Thread(target=waiting.run)
+    thread.start()
+    assert until(lambda: left == [70], 20)
+    waiting.closed = True
+    thread.join()
+    (said,) = [one.getMessage() for one in caplog.records if one.name == "bgmpi.watch"]
+    assert said.startswith("rank 3/n3 has not gone on")
+
+
 def test_where_there_is_no_socket_the_job_goes_on_unwatched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
