@@ -184,8 +184,8 @@ class Watch:
         self._told_deaf = True
         deaf = [rank for rank in range(1, self.size) if rank not in self._heard]
         if deaf:
-            words = "--heartbeat hears nothing of %d of %d ranks (%s): no datagram gets from them to this host, so each "
-            words += "of them watches itself alone"
+            words = "--heartbeat hears nothing of %d of %d ranks (%s): no datagram gets from them to this host, so "
+            words += "each of them watches itself alone"
             _briefly(lambda: _LOG.warning(words, len(deaf), self.size, _some(deaf)))
 
     def _limit(self, stall: Stall) -> tuple[str, float]:
