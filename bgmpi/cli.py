@@ -17,6 +17,7 @@ import sys
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
@@ -97,8 +98,12 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     if "-h" in words or "--help" in words:
         sys.stdout.write(run_parser().format_help())
         return ExitCode.OK
-    rank = launch_rank(environ)
-    config = _configure(words, environ) if rank is None else _configure_together(words, environ)
+    with ExitStack() as stack:
+        return _run_on(launch_rank(environ), words, environ, stack)
+
+
+def _run_on(rank: int | None, words: Sequence[str], environ: Mapping[str, str], stack: ExitStack) -> int:
+    config = _configure(words, environ) if rank is None else _configure_together(words, environ, stack)
     if rank is None and config.ranks is not None and config.ranks > 1:
         _become_mpiexec(config.ranks, config.threads, words, environ)
     from bgmpi.api import run_batch
@@ -117,18 +122,21 @@ def _configure(words: Sequence[str], environ: Mapping[str, str]) -> Config:
     return _with_demo(config)
 
 
-def _configure_together(words: Sequence[str], environ: Mapping[str, str]) -> Config:
+def _configure_together(words: Sequence[str], environ: Mapping[str, str], stack: ExitStack) -> Config:
     """Collective over the world: configure on every rank, or raise the first failing rank's error on every rank.
 
-    A rank that left alone (a config file that only its node lacks) would keep the others waiting in MPI for ever.
+    A rank that left alone (a config file that only its node lacks) would keep the others waiting in MPI for ever.  From
+    here on the start is limited, until the engine watches.
     """
-    from bgmpi.world import open_world
+    from bgmpi.world import open_world, starting
 
     config = failure = None
     try:
         config = _configure(words, environ)
     except BgmpiError as error:
         failure = error
+    limit = config.startup_timeout if config is not None and config.heartbeat else 0.0
+    stack.enter_context(starting(limit))
     with open_world(allow_mismatch=True) as world:
         world.agree(failure)
     assert config is not None

@@ -25,7 +25,20 @@ from typing import Any, NoReturn
 
 from bgmpi.dialects import FOREIGN, Foreign, foreign, unknown
 from bgmpi.errors import InputError, UsageError
-from bgmpi.values import Reader, choice, drill, duration, integer, max_errors, number, size, switch, text, top_k
+from bgmpi.values import (
+    Reader,
+    choice,
+    drill,
+    duration,
+    integer,
+    limit,
+    max_errors,
+    number,
+    size,
+    switch,
+    text,
+    top_k,
+)
 
 PREFIX = "BGMPI_"
 
@@ -184,6 +197,14 @@ class Config:
     progress: str = _option(
         "watching", "auto", choice("auto", "bar", "lines", "off"), "auto: a bar on a terminal, else lines")
     log_interval: float = _option("watching", 10.0, duration, "time between two lines of progress")
+    heartbeat: float = _option(
+        "watching", 600.0, limit, "end the job when a rank has not gone on for so long, and say which; a warning comes "
+        "at a tenth of it; off: never")
+    startup_timeout: float = _option(
+        "watching", 1800.0, limit, "the same before the first step; off: then only warnings")
+    on_rank_death: str = _option(
+        "watching", "restart", choice("restart", "shrink"), "the whole job ends and goes on when it is started again; "
+        "shrink is refused (docs/reliability.md)")
     log_level: str = _option(
         "watching", "info", choice("debug", "info", "warning", "error"), "what rank 0 logs")
     metrics_file: str | None = _option(

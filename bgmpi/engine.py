@@ -24,10 +24,12 @@ from bgmpi.errors import BgmpiError, ExitCode, OutOfMemory, UsageError
 from bgmpi.group import Group
 from bgmpi.head import Head, Orders
 from bgmpi.io.segments import SegmentWriter, parts_folder
+from bgmpi.lateness import Limits
 from bgmpi.layout import Parts, lay_out
 from bgmpi.long_tail import TailRules
 from bgmpi.prepare import Job, prepare, together
 from bgmpi.primitives import Admit, Combine, Migrate, Partition, Reported, Run, Stop, Yield
+from bgmpi.pulse import Phase
 from bgmpi.rank import Rank
 from bgmpi.rehearsal import rehearse
 from bgmpi.report import Summary
@@ -37,6 +39,7 @@ from bgmpi.scheduler import Rules
 from bgmpi.stop_request import StopRequest
 from bgmpi.stop_rules import StopRules
 from bgmpi.tally import Counts, Tally, total
+from bgmpi.watch import watched
 from bgmpi.weight_plan import everywhere_bytes
 from bgmpi.world import World, decode, open_world
 
@@ -65,6 +68,7 @@ def run(config: Config, stop: StopRequest) -> Summary:
         last = _rounds(world, opened.head, opened.rank, opened.checkpoint)
         if last.reason:
             _stop_early(world, opened, last)
+        world.pulse.enter(Phase.WRITING)
         together(world, opened.checkpoint.writer.close)
         return _finish(world, opened)
 
@@ -86,7 +90,10 @@ def _open(config: Config, world: World, begun: float, stop: StopRequest, stack: 
     log.configure(world.rank, world.host, config.log_level)
     together(world, lambda: _check_ranks(config, world))
     _name_processes(world)
+    stack.enter_context(watched(world, Limits(config.heartbeat, config.startup_timeout)))
+    world.pulse.enter(Phase.READING)
     job = prepare(config, world)
+    world.pulse.enter(Phase.RESUMING)
     attempt = together(world, lambda: look(job, os.environ, stack) if world.rank == 0 else None)
     whole = world.broadcast([attempt.summary] if attempt is not None and attempt.summary else [], list[Summary])
     if whole:
@@ -147,11 +154,13 @@ class _Checkpoint:
 def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint) -> Stop:
     """Collective over the world: rounds until every sequence has ended, or the job must stop before -> the last."""
     while True:
+        world.pulse.enter(Phase.DECIDING if head is not None else Phase.ORDERS)
         reports = world.gather(rank.report())
         orders = None
         if head is not None and reports is not None:
             orders = head.decide([decode(report, Reported) for report in reports])
         mine = world.scatter(orders, Orders)
+        world.pulse.enter(Phase.MOVING)
         moves = [one for one in mine.instructions if isinstance(one, Migrate)]
         groups = [one for one in mine.instructions if isinstance(one, Partition)]
         for instruction in mine.instructions:
@@ -172,11 +181,13 @@ def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint
                     rank.run(instruction)
                 case Stop():
                     return instruction
+        world.pulse.enter(Phase.WRITING)
         checkpoint.save_if_due()
 
 
 def _stop_early(world: World, opened: _Opened, last: Stop) -> NoReturn:
     """Collective over the world: save all that ranks have, raise on each why the job stops."""
+    world.pulse.enter(Phase.WRITING)
     together(world, lambda: opened.checkpoint.save(last=True))
     together(world, opened.checkpoint.writer.close)
     where = f"all that was computed is saved in {opened.checkpoint.writer.folder}"
@@ -190,6 +201,7 @@ def _stop_early(world: World, opened: _Opened, last: Stop) -> NoReturn:
 
 def _finish(world: World, opened: _Opened) -> Summary:
     """Collective over the world: publish on rank 0, tell everybody the summary."""
+    world.pulse.enter(Phase.PUBLISHING)
     head, rank = opened.head, opened.rank
     rank.moves.spilled_bytes = opened.spilled()
     everyone = world.gather(Counts(rank.executor.model.routed.numpy(force=True), rank.moves))
@@ -197,9 +209,12 @@ def _finish(world: World, opened: _Opened) -> Summary:
     def publish() -> Summary | None:
         if head is None or everyone is None:
             return None
-        return head.summarise(total(decode(one, Counts) for one in everyone), head.publish(), opened.loaded)
+        published = head.publish(world.pulse.beat)
+        return head.summarise(total(decode(one, Counts) for one in everyone), published, opened.loaded)
 
-    return world.broadcast(together(world, publish), Summary)
+    summary = world.broadcast(together(world, publish), Summary)
+    world.pulse.enter(Phase.ENDING)
+    return summary
 
 
 @contextmanager
@@ -220,6 +235,11 @@ def _out_of_memory_is_told(config: Config) -> Iterator[None]:
 def _check_ranks(config: Config, world: World) -> None:
     if config.ranks is not None and config.ranks != world.size:
         raise UsageError(f"--ranks {config.ranks}, but the launcher started {world.size}; leave --ranks out")
+    if config.on_rank_death != "restart":
+        raise UsageError(
+            f"--on-rank-death {config.on_rank_death}: not built, and docs/reliability.md says why; leave it out: "
+            "the job ends when a rank dies, and goes on where it was when it is started again"
+        )
 
 
 def _name_processes(world: World) -> None:
@@ -306,6 +326,7 @@ def _tail_rules(job: Job, world: World, groups: dict[tuple[int, int], Group], pa
     lockstep = parts.executor.lockstep
     if world.size == 1 or not config.partition or not parts.shardable:
         return TailRules(lockstep=lockstep)
+    world.pulse.enter(Phase.REHEARSING)
     if not _may_pay(job, world, groups[0, world.size]):
         _LOG.info("no groups of ranks: one sequence alone is faster than any group could be here")
         return TailRules(lockstep=lockstep)

@@ -87,10 +87,12 @@ class Executor:
         *,
         shape: Shape,
         slots: int,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.shape = shape
+        self._beat = beat
         self.lockstep = any(model.is_collective(layer) for layer in range(model.layers))
         self.shard: Shard | None = None
         self._backend = backend
@@ -152,6 +154,7 @@ class Executor:
         self.kv.begin(batches)
         for layer in range(self.model.layers):
             combined, gathered, runs = first, first, 0
+            self._beat()
             with self._runs.attention_of(layer) as attend:
                 for batch in batches:
                     self._attend(attend, hidden, batch, layer)

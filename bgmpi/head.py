@@ -124,8 +124,9 @@ class Head:
         self._progress.show(replace(self._now, seconds=self._clock()), last=True)
         _LOG.warning("stopped: %s", why)
 
-    def publish(self) -> Published:
-        """Merge all segments into the output file.  Raises WriteError; the segments stay until it is whole."""
+    def publish(self, beat: Callable[[], None]) -> Published:
+        """Merge all segments into the output file, calling `beat` after each piece.  Raises WriteError; the segments
+        stay until it is whole."""
         job = self._job
         assert job.index is not None
         layout: dict[str, int | str] = {
@@ -142,6 +143,7 @@ class Head:
             job.index.samples,
             prompts_per_row=job.index.prompts,
             maps=self._attempt.maps,
+            beat=beat,
         )
         if job.config.error_file is not None:
             export_errors(published.path, job.config.error_file)

@@ -30,6 +30,7 @@ from bgmpi.launcher import threads_for
 from bgmpi.memory_plan import Room, device_pages, host_pages, room_left
 from bgmpi.model import Model
 from bgmpi.prepare import Job, page_bytes, together
+from bgmpi.pulse import Phase
 from bgmpi.sampling import Sampler
 from bgmpi.sequence_manager import Hold, SequenceManager
 from bgmpi.weight_plan import WeightPlan, plan_weights, weight_bytes
@@ -63,6 +64,7 @@ class Parts:
 def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
     """Collective over the world: load the weights, lay out memory."""
     config = job.config
+    world.pulse.enter(Phase.LOADING)
     slots = config.max_num_seqs
     cores, allowed = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
     threads = threads_for(world.node_size, config.threads, cores, allowed)
@@ -71,6 +73,7 @@ def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
     weights = together(world, lambda: _plan_weights(job, world))
     model = together(world, lambda: _model(job, world, backend, weights, stack))
     world.barrier()  # all weights are loaded, else one rank would take for free what another still needs
+    world.pulse.enter(Phase.LAYING_OUT)
     plan = together(world, lambda: _plan_kv(job, world, model, weights.ring_bytes))
     world.barrier()
     budget = max(config.max_num_batched_tokens, slots)
@@ -96,7 +99,7 @@ def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
         buffers=plan.stream_buffers, spill=spill,
     )
     shape = Shape(config.b_attn or DEFAULT_B_ATTN, config.b_moe or 0, config.yield_points)
-    executor = Executor(model, backend, kv, places, store.rows, shape=shape, slots=slots)
+    executor = Executor(model, backend, kv, places, store.rows, shape=shape, slots=slots, beat=world.pulse.beat)
     sampler = Sampler(slots, job.architecture.vocab, job.tokenizer.size, job.tokenizer.eos_ids, backend.device)
     _tell(job, world, threads, store, plan)
     return Parts(manager, executor, sampler, store, spill, pool, shardable)
@@ -129,7 +132,8 @@ def _model(job: Job, world: World, backend: Backend, weights: WeightPlan, stack:
             WeightRing(job.architecture, weights, files, allow_nonfinite=job.config.allow_nonfinite)
         )
     return Model(
-        job.architecture, job.files, backend, job.dtype, world.rank, world.size, job.config.allow_nonfinite, ring
+        job.architecture, job.files, backend, job.dtype, world.rank, world.size, job.config.allow_nonfinite, ring,
+        world.pulse.beat,
     )
 
 

@@ -97,17 +97,18 @@ class Model:
 
     def __init__(
         self, arch: Architecture, files: ModelFiles, backend: Backend, dtype: torch.dtype, rank: int, ranks: int,
-        allow_nonfinite: bool = False, ring: WeightRing | None = None,
+        allow_nonfinite: bool = False, ring: WeightRing | None = None, beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Read the weights that this rank needs, as `dtype`.  Local: a rank may fail alone, so agree afterwards.
 
-        ring: where the units come from that it streams; None: all weights are read here and stay.  Raises InputError
+        ring: where the units come from that it streams; None: all weights are read here and stay; beat: is called
+        after each tensor.  Raises InputError
         for names or shapes that do not fit (before reading any data) and for NaN or Inf.
         """
         check_files(arch, files)
         self.arch, self.backend, self.dtype, self.layers = arch, backend, dtype, arch.layers
         self.routed = torch.zeros(arch.moe.experts if arch.moe else 0, dtype=torch.int64, device=backend.device)
-        self._files, self._allow_nonfinite = files, allow_nonfinite
+        self._files, self._allow_nonfinite, self._beat = files, allow_nonfinite, beat
         self._rotary = Rotary(arch.rope, backend.device)
         self._turns: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._smalls: dict[tuple[int, tuple[str, ...]], torch.Tensor] = {}
@@ -197,6 +198,7 @@ class Model:
 
     def _stored(self, role: str, layer: int, expert: int, dtype: torch.dtype | None) -> torch.Tensor:
         raw = self._files.read(tensor_name(self.arch, role, layer, expert), self._allow_nonfinite)
+        self._beat()
         return raw.to(self.backend.device, dtype or self.dtype)
 
     # --- a sweep --------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from bgmpi.io.tokenizer import Tokenizer
 from bgmpi.migration import migrate
 from bgmpi.partition import Sharded, shard, unshard
 from bgmpi.primitives import FEW_ACTIVE, NOBODY, Deed, Ids, Migrate, Partition, Reported, Run
+from bgmpi.pulse import Phase
 from bgmpi.request import Answer, Begun, Finish, Request
 from bgmpi.sampling import Drawn, Sampler
 from bgmpi.saved_kv import restore
@@ -162,6 +163,7 @@ class Rank:
 
     def run(self, order: Run) -> None:
         """Collective over the world when the model has experts.  Make up to `order.steps` steps."""
+        self.world.pulse.enter(Phase.STEP)
         self._make_room()
         self._refill()
         self._recall()
@@ -173,6 +175,7 @@ class Rank:
                 break
             began = self.clock()
             self._step(plan, most)
+            self.world.pulse.stepped()
             self._tally.steps += 1
             if plan is not None and len(plan.ids) >= _PREFILL_SHARE * len(plan.slots):
                 self._prefilled += len(plan.ids)

@@ -150,6 +150,13 @@ def error_allowance(value: object) -> tuple[float, bool]:
     return float(found[1] or found[2]), found[1] is not None
 
 
+def limit(value: object) -> float:
+    """Read a duration, or off, which like 0 is returned as 0."""
+    if isinstance(value, str) and value.strip().lower() == "off":
+        return 0.0
+    return duration(value)
+
+
 def drill(value: object) -> str:
     """Read which primitives to force in every K-th round, such as yield=3,migrate=5; each at most once, K >= 1."""
     drill_rounds(value)

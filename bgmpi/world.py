@@ -11,10 +11,13 @@ waiting until the wall-time limit.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,6 +29,7 @@ from numpy.typing import NDArray
 from bgmpi.errors import BgmpiError, ExitCode
 from bgmpi.group import Group
 from bgmpi.launcher import check_launch
+from bgmpi.pulse import Pulse
 
 T = TypeVar("T")
 
@@ -62,12 +66,14 @@ def decode(data: bytes, kind: type[T]) -> T:
 class World:
     """All ranks of the job.  Opened once by `open_world`, closed by `with`.
 
-    node_of: int64 [ranks], the first rank of each rank's node; node_rank, node_size: this rank's place on its node.
+    node_of: int64 [ranks], the first rank of each rank's node; node_rank, node_size: this rank's place on its node;
+    pulse: how this rank goes on, which also says when it waits here.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
+        self.pulse = Pulse()
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.host = socket.gethostname().split(".")[0]
@@ -94,12 +100,13 @@ class World:
         if self.size == 1:
             return [data.tobytes()]
         sizes = np.empty(self.size, np.int64) if self.rank == 0 else None
-        self._comm.Gather(np.array([len(data)], np.int64), sizes, root=0)
-        if sizes is None:
-            self._comm.Gatherv(data, None, root=0)
-            return None
-        everything = np.empty(int(sizes.sum()), np.uint8)
-        self._comm.Gatherv(data, [everything, sizes], root=0)
+        with self.pulse.waiting:
+            self._comm.Gather(np.array([len(data)], np.int64), sizes, root=0)
+            if sizes is None:
+                self._comm.Gatherv(data, None, root=0)
+                return None
+            everything = np.empty(int(sizes.sum()), np.uint8)
+            self._comm.Gatherv(data, [everything, sizes], root=0)
         ends = np.cumsum(sizes)
         return [everything[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)]
 
@@ -111,10 +118,11 @@ class World:
             return decode(pieces[0], kind)
         size = np.empty(1, np.int64)
         sizes = np.array([len(piece) for piece in pieces], np.int64) if pieces is not None else None
-        self._comm.Scatter(sizes, size, root=0)
-        mine = np.empty(int(size[0]), np.uint8)
         joined = [np.frombuffer(b"".join(pieces), np.uint8), sizes] if pieces is not None else None
-        self._comm.Scatterv(joined, mine, root=0)
+        with self.pulse.waiting:
+            self._comm.Scatter(sizes, size, root=0)
+            mine = np.empty(int(size[0]), np.uint8)
+            self._comm.Scatterv(joined, mine, root=0)
         return decode(mine.tobytes(), kind)
 
     def broadcast(self, value: T | None, kind: type[T]) -> T:
@@ -129,7 +137,8 @@ class World:
             return
         code = np.array([int(error.exit_code) if error is not None else 0], np.int64)
         codes = np.empty(self.size, np.int64)
-        self._comm.Allgather(code, codes)
+        with self.pulse.waiting:
+            self._comm.Allgather(code, codes)
         if not codes.any():
             return
         first = int(np.flatnonzero(codes)[0])
@@ -160,19 +169,22 @@ class World:
         if self.size == 1:
             return counts[None]
         everyone = np.empty((self.size, len(counts)), np.int64)
-        self._comm.Allgather(counts, everyone)
+        with self.pulse.waiting:
+            self._comm.Allgather(counts, everyone)
         return everyone
 
     def barrier(self) -> None:
         """Collective over the world."""
-        self._comm.Barrier()
+        with self.pulse.waiting:
+            self._comm.Barrier()
 
     # --- bulk: the expert exchange --------------------------------------------------------------------------------
 
     def all_to_all_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Collective over the world.  counts int64 [ranks] -> what each rank counts for me, int64 [ranks]."""
         received = np.empty_like(counts)
-        self._comm.Alltoall(counts, received)
+        with self.pulse.waiting:
+            self._comm.Alltoall(counts, received)
         return received
 
     def all_to_all_bytes(
@@ -183,7 +195,8 @@ class World:
         receive_counts: NDArray[np.int64],
     ) -> None:
         """Collective over the world.  Flat byte buffers; counts int64 [ranks] in bytes, pieces in rank order."""
-        self._comm.Alltoallv([send, send_counts], [receive, receive_counts])
+        with self.pulse.waiting:
+            self._comm.Alltoallv([send, send_counts], [receive, receive_counts])
 
     # --- one-sided windows and groups -----------------------------------------------------------------------------
 
@@ -194,21 +207,22 @@ class World:
         Memory that MPI allocates: 5 to 20 times faster than a window over memory that is already there, and shared
         between the ranks of a node.  One epoch for good, because a fresh lock waits for the target to enter MPI.
         """
-        window = self._mpi.Win.Allocate(size, 1, self._mpi.INFO_NULL, self._comm)
-        window.Lock_all(self._mpi.MODE_NOCHECK)
+        with self.pulse.waiting:
+            window = self._mpi.Win.Allocate(size, 1, self._mpi.INFO_NULL, self._comm)
+            window.Lock_all(self._mpi.MODE_NOCHECK)
         return window
 
     def groups(self) -> dict[tuple[int, int], Group]:
         """Collective over the world.  -> this rank's groups by (first, size): the whole world, and of the sizes 2, 4,
         8, .. the one that the rank is in, [k * size, (k + 1) * size), unless the world ends inside it."""
-        groups = {(0, self.size): Group(self._comm.Dup(), 0)}
+        groups = {(0, self.size): Group(self._comm.Dup(), 0, self.pulse)}
         size = 2
         while size < self.size:
             first = self.rank // size * size
             full = first + size <= self.size
             comm = self._comm.Split(first if full else self._mpi.UNDEFINED, self.rank)
             if full:
-                groups[first, size] = Group(comm, first)
+                groups[first, size] = Group(comm, first, self.pulse)
             size *= 2
         return groups
 
@@ -219,11 +233,16 @@ class World:
         try:
             sys.stderr.write("".join(f"rank {self.rank}/{self.host}: {part}" for part in lines))
             sys.stderr.flush()
-            if path := os.environ.get(CODE_FILE):
-                with open(path, "x", encoding="ascii") as file:  # the first failing rank's code stays
-                    file.write(str(int(code)))
+            note_exit_code(code)
         finally:  # a closed pipe or a full disk must not keep this rank from ending the others
             self._comm.Abort(int(code))
+
+
+def note_exit_code(code: ExitCode) -> None:
+    """Write the job's exit code where the batch script reads it; the first failing rank's stays."""
+    if path := os.environ.get(CODE_FILE):
+        with suppress(FileExistsError), open(path, "x", encoding="ascii") as file:
+            file.write(str(int(code)))
 
 
 def start_mpi() -> None:
@@ -233,6 +252,26 @@ def start_mpi() -> None:
     does not fit into 1,024 letters, and the launch dies.  Behind it are zeros as long as nothing large was imported.
     """
     import_module("mpi4py.MPI")
+
+
+@contextmanager
+def starting(limit: float) -> Iterator[None]:
+    """Let this process print its stack and leave when `limit` seconds pass (0: never) before `started` is called or the
+    block ends.  Local.
+
+    MPI starts inside an import that holds the interpreter, so no thread of Python could watch it.
+    """
+    if limit:
+        faulthandler.dump_traceback_later(limit, exit=True)
+    try:
+        yield
+    finally:
+        started()
+
+
+def started() -> None:
+    """Say that others watch this process now (see `starting`).  Local."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 def open_world(*, allow_mismatch: bool = False) -> World:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,12 +102,14 @@ def publish(
     prompts_per_row: NDArray[np.int32] | None = None,
     maps: Mapping[int, RowMap] | None = None,
     block_bytes: int = 32 << 20,
+    beat: Callable[[], None] = lambda: None,
 ) -> Published:
     """Publish the answers of all segments of `folder` as `output`, replacing it only when all is written.
 
     samples_per_row int32 [n_rows]: sequences of each row (0 or 1 for a row refused while reading); prompts_per_row
-    int32 [n_rows]: how many prompts these samples share, 1 when None; maps: as `collect` takes them.  Raise
-    InternalError naming rows that are missing or there twice (law 5), WriteError when `output` cannot be written.
+    int32 [n_rows]: how many prompts these samples share, 1 when None; maps: as `collect` takes them; beat: is called
+    after each block.  Raise InternalError naming rows that are missing or there twice (law 5), WriteError when `output`
+    cannot be written.
     """
     output = Path(os.path.realpath(output))  # a link to scratch space stays a link
     prompts = np.ones(n_rows, np.int32) if prompts_per_row is None else np.asarray(prompts_per_row, np.int32)
@@ -119,7 +121,7 @@ def publish(
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(6)}.publishing")
     needed = int(order.bytes.sum())
     with replacing(output, temporary, needed) as path, HdfSink(path) as sink:
-        done, tokens = _write(sink, provenance, order, prompts, block_bytes)
+        done, tokens = _write(sink, provenance, order, prompts, block_bytes, beat)
     size = output.stat().st_size
     return Published(output, n_rows, done, n_rows - done, len(order.entry), tokens, size, collected.journal)
 
@@ -189,7 +191,8 @@ def _name_rows(what: str, rows: Sequence[int] | Index) -> str:
 
 
 def _write(
-    sink: HdfSink, provenance: Provenance, order: _Order, prompts: NDArray[np.int32], block_bytes: int
+    sink: HdfSink, provenance: Provenance, order: _Order, prompts: NDArray[np.int32], block_bytes: int,
+    beat: Callable[[], None],
 ) -> tuple[int, int]:
     """Write the whole file into `sink`; return rows done and tokens generated."""
     n_rows = len(prompts)
@@ -205,6 +208,7 @@ def _write(
             for start, stop in cuts_by_bytes(ends, block_bytes):
                 done += _write_block(writer, order, start, stop)
                 sink.check()
+                beat()
             writer.finish()
             file.flush()
             sink.check()

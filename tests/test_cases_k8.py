@@ -1,4 +1,4 @@
-"""Public faults of kind K8 (collective progress): idle and hot experts, and a rank that fails alone (C55 to C57)."""
+"""Public faults of kind K8 (collective progress): idle and hot experts, a rank that fails or sleeps (C55 to C58)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import run_commands
 from safetensors.torch import load_file, save_file
+from stall_at import stall_words
 from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.io.collected import collect
@@ -186,3 +187,23 @@ def test_c57_a_rank_that_fails_alone_ends_all_and_is_named(
     if fault is not _AT_ROW_5:
         kept = set(collect(parts_folder(output)).row.tolist())
         assert kept and kept <= set(range(6)), "rows that ended before the fault are in segments"
+    jobs.run_jobs(1, [[str(word) for word in argv[1:]]], tmp_path)
+    assert [len(tokens) for tokens in jobs.tokens_of(output)] == [1] * 6 + [300] * 6, "and the job goes on with them"
+
+
+# --- C58: one rank sleeps ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(3)
+def test_c58_a_rank_asleep_in_load_is_named_and_the_job_does_not_wait_for_ever(tmp_path: Path) -> None:
+    model = make_tokenizer(checkpoints.make("llama", tmp_path / "model"))
+    requests = jobs.write_requests(tmp_path / "r.jsonl", [{"prompt": [3], "max_tokens": 1}])
+    argv = ["run", "--model", model, "-i", requests, "-o", tmp_path / "out.h5", "--dtype", "float32"]
+    asleep = [*stall_words(1, "bgmpi.model:Model.__init__"), *argv, "--heartbeat", "30", "--startup-timeout", "4"]
+    ended = launch.mpiexec(3, asleep, limit=60, env={CODE_FILE: str(tmp_path / "code")})
+    assert ended.returncode not in (0, 2, 3) and (tmp_path / "code").read_text() == "70", ended
+    late = [line.split(" ", 3) for line in ended.stderr.splitlines() if "'loading weights'" in line]
+    assert late[0][1] == "WARNING" and late[-1][1] == "ERROR", ended
+    assert all(speaker.startswith("0/") and text.startswith("rank 1/") for _, _, speaker, text in late), ended
+    assert "after 4 s the job ends (--startup-timeout)" in late[0][3], ended
+    assert re.search(r"rank 1/\S+: +File \S+ line \d+ in stand_still", ended.stderr), "where it sleeps"
