@@ -117,6 +117,7 @@ class Head:
             len(job.index),
             job.index.samples,
             prompts_per_row=job.index.prompts,
+            content=job.index.content,
             maps=self._attempt.maps,
         )
         if job.config.error_file is not None:

@@ -75,13 +75,13 @@ def look(job: Job, environ: Mapping[str, str], stack: ExitStack) -> Resumption:
         return Resumption(0, start, nothing, {}, summary=_summary(Path(config.output_file)))
     if start is Start.FRESH:
         return Resumption(1, start, nothing, {})
-    maps, lost = row_maps(folder, attempts, index.sha256, index.content)
+    maps, lost = row_maps(folder, attempts, index.key, index.content)
     if config.retry_failed:
         maps = {number: RowMap(how.rows, errors=False) for number, how in maps.items()}
     collected = collect(folder, maps)
     for sentence in (*damaged, *lost, *collected.damaged, *collected.journal.torn):
         _LOG.warning("%s", sentence)
-    left = _left(folder, maps, collected, first)
+    left = _left(maps, collected, first)
     elapsed = max((one.seconds for one in (*collected.journal.entries, *collected.journal.progress)), default=0.0)
     number = next_number(folder)
     _LOG.info(
@@ -100,7 +100,7 @@ def begin(job: Job, found: Resumption, stack: ExitStack) -> None:
         remove_parts(folder)
         _lock(folder, stack)
     begin_attempt(
-        folder, found.number, job.settings(), job.index.sha256, job.index.content,
+        folder, found.number, job.settings(), job.index.key, job.index.content,
         retry_failed=job.config.retry_failed,
     )
     found.maps[found.number] = RowMap()
@@ -131,11 +131,11 @@ def _found(job: Job, attempts: tuple[Attempt, ...]) -> Found:
     return Found(str(path), exists=True, whole=whole, settings=settings, parts=parts)
 
 
-def _left(folder: Path, maps: Mapping[int, RowMap], collected: Collected, first: Ids) -> Left:
+def _left(maps: Mapping[int, RowMap], collected: Collected, first: Ids) -> Left:
     done, failed = ended_sequences(first, collected.row, collected.sample, collected.is_error)
     unfinished: dict[int, Begun] = {}
     samples = np.diff(first)
-    for (row, sample), answer in begun(folder, maps, collected).items():
+    for (row, sample), answer in begun(maps, collected).items():
         sequence = int(first[row]) + sample
         if 0 <= sample < samples[row] and not (done[sequence] or failed[sequence]):
             unfinished[sequence] = Begun(answer.tokens, answer.logprobs, answer.first_token_s)

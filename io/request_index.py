@@ -18,7 +18,7 @@ import os
 import re
 import stat
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.errors import InputError, MissingError
+from bgmpi.input_shard import InputShard
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -56,7 +57,8 @@ class RequestIndex:
     cannot be read.  `content` uint64 [rows]: a hash of the line's bytes, by which a row is known again in another
     order or among other rows; equal lines differ by how often they came before.  `first_chat_line` is 0 when no row is
     a chat.
-    `size` and `sha256` are of the whole file.
+    `size` and `sha256` are of the whole file, and so are `content` and `first_chat_line` where only a `shard` of its
+    rows is here: row i is then row `number(i)` of the file's `file_rows`.
     """
 
     offset: NDArray[np.int64]
@@ -69,6 +71,8 @@ class RequestIndex:
     sha256: str
     first_chat_line: int
     max_line_bytes: int
+    shard: InputShard | None = None
+    file_rows: int = -1
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -77,6 +81,26 @@ class RequestIndex:
     def has_chat(self) -> bool:
         """Whether any row is a chat."""
         return self.first_chat_line > 0
+
+    @property
+    def key(self) -> str:
+        """What tells these rows from those of any other input or shard, hex."""
+        if self.shard is None:
+            return self.sha256
+        return hashlib.sha256(f"{self.sha256} shard {self.shard}".encode()).hexdigest()
+
+    def number(self, row: int) -> int:
+        """Return which row of the file row `row` is."""
+        return row if self.shard is None else self.shard.number + row * self.shard.count
+
+    def only(self, shard: InputShard) -> RequestIndex:
+        """Return the index of one shard of a whole file's rows."""
+        mine = slice(shard.number, None, shard.count)
+        return replace(
+            self, offset=self.offset[mine].copy(), length=self.length[mine].copy(), line=self.line[mine].copy(),
+            samples=self.samples[mine].copy(), prompts=self.prompts[mine].copy(), content=self.content[mine].copy(),
+            shard=shard, file_rows=len(self),
+        )
 
     def first_sequence(self) -> NDArray[np.int64]:
         """Return the number of each row's first sequence, int64 [rows + 1]; the last is the number of sequences."""

@@ -28,7 +28,7 @@ import h5py
 import numpy as np
 
 from bgmpi.errors import InternalError, WriteError
-from bgmpi.io.columns import DTYPES, FIXED, OFFSETS, RAGGED, Array, Table, from_answers
+from bgmpi.io.columns import DTYPES, FIXED, OFFSETS, RAGGED, Array, Index, Table, from_answers
 from bgmpi.io.durable import make_folder, remove_if_there, write_durably
 from bgmpi.io.journal import PREFIX, PROGRESS, SEGMENT, Entry, JournalWriter
 from bgmpi.request import Answer, Finish
@@ -229,6 +229,10 @@ class Segment:
             return {name: self._column(mapped, name) for name in names}
 
         return Table(self.entries, columns(FIXED), columns(OFFSETS), columns(RAGGED))
+
+    def take(self, entry: Index) -> Table:
+        """Return the entries `entry` int64 [k], in that order."""
+        return self.table().take(entry)
 
     def _column(self, mapped: mmap.mmap, name: str) -> Array:
         offset, shape = self._places[name]

@@ -81,11 +81,11 @@ def test_only_the_last_progress_of_a_writer_is_there_and_the_longest_of_all_coun
         writer.close()
     assert len(list(tmp_path.glob("progress-*"))) == 2
     maps = {1: RowMap()}
-    found = begun(tmp_path, maps, collect(tmp_path, maps))
+    found = begun(maps, collect(tmp_path, maps))
     assert {name: len(one.tokens) for name, one in found.items()} == {(0, 0): 4, (2, 1): 5}
     write(tmp_path, 2, answer(0))
     maps = {1: RowMap(np.array([5, 5, GONE, 5])), 2: RowMap()}
-    assert not begun(tmp_path, maps, collect(tmp_path, maps)).keys() - {(5, 0)}
+    assert not begun(maps, collect(tmp_path, maps)).keys() - {(5, 0)}
 
 
 def test_a_sequence_that_ended_later_has_no_progress(tmp_path: Path) -> None:
@@ -93,4 +93,4 @@ def test_a_sequence_that_ended_later_has_no_progress(tmp_path: Path) -> None:
         writer.save_progress([unfinished(0, 0, 2), unfinished(1, 0, 2)])
     write(tmp_path, 2, answer(0))
     maps = {1: RowMap(), 2: RowMap()}
-    assert list(begun(tmp_path, maps, collect(tmp_path, maps))) == [(1, 0)]
+    assert list(begun(maps, collect(tmp_path, maps))) == [(1, 0)]
