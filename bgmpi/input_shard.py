@@ -59,15 +59,13 @@ class InputShard:
 def read_shard(value: object) -> str:
     """Read K/N with 0 <= K < N, or off (none)."""
     wrong = ValueError(f"expected K/N with K from 0 to N - 1, such as 0/4, or off, got {value!r}")
-    word = "".join(value.split()).lower() if isinstance(value, str) else ""
+    word = value.strip().lower() if isinstance(value, str) else ""
     if word in (OFF, "none"):
         return OFF
-    if not re.fullmatch(r"\d{1,9}/\d{1,9}", word):
+    match = re.fullmatch(r"([0-9]{1,9})\s*/\s*([0-9]{1,9})", word)
+    if match is None or int(match[1]) >= int(match[2]):
         raise wrong
-    number, count = (int(part) for part in word.split("/"))
-    if not 0 <= number < count:
-        raise wrong
-    return f"{number}/{count}"
+    return f"{int(match[1])}/{int(match[2])}"
 
 
 def this_shard(asked: str | None, environ: Mapping[str, str]) -> InputShard | None:

@@ -4,7 +4,7 @@ Nothing is written unless the answer is whole: every shard is there and complete
 same input, and their rows are disjoint and complete.  What does not fit is told apart: a shard that is missing, files
 of different jobs, a file that is malformed.  Row i of the output is the i-th request of the input; the shards stay.
 
-Memory is bounded as in publishing: `block_bytes` and some 100 bytes an answer.  Rejected: a virtual dataset over the
+Memory is bounded as in publishing: a few blocks and some 100 bytes an answer.  Rejected: a virtual dataset over the
 shards, because a missing file reads as zeros without an error.
 """
 
@@ -51,10 +51,12 @@ class _Shard:
     rows: int
 
 
-def merge(words: Sequence[str], output: str | os.PathLike[str], *, overwrite: bool = False) -> Published:
+def merge(
+    words: Sequence[str], output: str | os.PathLike[str], *, overwrite: bool = False, block_bytes: int | None = None
+) -> Published:
     """Join the shards that `words` name (files, patterns, or the name that all of them were given) into `output`.
 
-    Raise MissingError naming the shards that are not there, UsageError when files of several jobs were named or the
+    block_bytes: of answers in memory at once; None: some MB a shard, 256 MB at most.  Raise MissingError naming the shards that are not there, UsageError when files of several jobs were named or the
     output may not be replaced, InputError when a file is malformed, WriteError.
     """
     paths = find_shards(words)
@@ -70,7 +72,7 @@ def merge(words: Sequence[str], output: str | os.PathLike[str], *, overwrite: bo
     samples, prompts, content = _per_row(shards, total)
     return publish_collected(
         _collected(sources, output), output, _provenance(shards), samples, prompts, content=content,
-        block_bytes=min(max(_LEAST_BYTES, _SHARD_BYTES * count), _MOST_BYTES),
+        block_bytes=block_bytes or min(max(_LEAST_BYTES, _SHARD_BYTES * count), _MOST_BYTES),
     )
 
 

@@ -76,7 +76,7 @@ def test_c75_a_tasks_shard_is_its_rank_among_the_ids_of_its_array(ids: list[int]
     ],
 )
 def test_a_task_whose_place_cannot_be_told_is_refused_and_told_what_to_pass(environ: Mapping[str, str]) -> None:
-    with pytest.raises(UsageError, match="--shard K/N for shard K .*--shard off"):
+    with pytest.raises(UsageError, match=r"--shard K/N for shard K .*--shard off"):
         this_shard(None, environ)
     assert this_shard("off", environ) is None
     assert this_shard("2/4", environ) == InputShard(2, 4)
@@ -86,14 +86,15 @@ def test_outside_of_an_array_nothing_is_sharded_unasked() -> None:
     assert this_shard(None, {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": ""}) is None
 
 
-@pytest.mark.parametrize("word", ["4/4", "1", "-1/4", "0/0", "a/b", "1/", "", 3, None])
+@pytest.mark.parametrize("word", ["4/4", "1", "-1/4", "0/0", "a/b", "1/", "1 2/40", "", 3, None])
 def test_a_word_that_is_no_shard_is_refused(word: object) -> None:
     with pytest.raises(ValueError, match="expected K/N with K from 0"):
         read_shard(word)
 
 
 def test_words_of_shards_read_back() -> None:
-    assert [read_shard(word) for word in ("0/1", " 2 / 4 ", "OFF", "none", "007/9")] == ["0/1", "2/4", "off", "off", "7/9"]
+    typed = ("0/1", " 2 / 4 ", "OFF", "none", "007/9")
+    assert [read_shard(word) for word in typed] == ["0/1", "2/4", "off", "off", "7/9"]
     assert shard_of(str(InputShard(3, 9))) == InputShard(3, 9) and shard_of("off") is None and shard_of(None) is None
 
 
