@@ -56,8 +56,9 @@ def merge(
 ) -> Published:
     """Join the shards that `words` name (files, patterns, or the name that all of them were given) into `output`.
 
-    block_bytes: of answers in memory at once; None: some MB a shard, 256 MB at most.  Raise MissingError naming the shards that are not there, UsageError when files of several jobs were named or the
-    output may not be replaced, InputError when a file is malformed, WriteError.
+    block_bytes: of answers in memory at once; None: some MB a shard, 256 MB at most.  Raise MissingError naming the
+    shards that are not there, UsageError when files of several jobs were named or the output may not be replaced,
+    InputError when a file is malformed, WriteError.
     """
     paths = find_shards(words)
     output = Path(output)
