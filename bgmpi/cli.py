@@ -33,11 +33,14 @@ from bgmpi.values import integer
 INTERRUPTED = 130
 #: Seconds that a rank waits for rank 0 to tell an error that all have.
 _GRACE = 1.0
+#: The right of everybody to write.
+_OTHERS_WRITE = 0o002
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (the process's own when None) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    os.umask(os.umask(_OTHERS_WRITE) | _OTHERS_WRITE)  # whatever the user's: no output that everybody may change
     try:
         if words[:1] == ["run"]:
             return _run(words[1:], os.environ)

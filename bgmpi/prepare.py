@@ -24,6 +24,7 @@ from bgmpi.config import Config
 from bgmpi.errors import BgmpiError, InputError, InternalError, MissingError, UsageError, WriteError
 from bgmpi.families import read_architecture
 from bgmpi.input_shard import USUAL_TASKS, shard_of
+from bgmpi.io.locks import SWITCH, held_by
 from bgmpi.io.model_files import ModelFiles, check_files, open_dummy_files, open_model_files
 from bgmpi.io.publish import Provenance
 from bgmpi.io.request_index import RequestIndex, scan_requests
@@ -163,6 +164,12 @@ def _check_place(flag: str, path: Path) -> None:
         raise UsageError(f"{flag} {path} is a folder; name a file")
     if not path.parent.is_dir():
         raise MissingError(f"{flag} {path}: the folder {path.parent} is not there; make it first")
+    holder = held_by(path, os.environ)
+    if holder is not None:
+        raise UsageError(
+            f"{flag} {path} is held open for writing by {holder}: close it there, or name another file; "
+            f"{SWITCH}=FALSE replaces it all the same"
+        )
     written = path if path.exists() and not path.is_file() else path.parent
     if not os.access(written, os.W_OK):
         raise WriteError(f"{flag} {path}: no permission to write in {written}")

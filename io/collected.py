@@ -94,6 +94,17 @@ def begun(maps: Mapping[int, RowMap], finished: Collected) -> dict[tuple[int, in
     return found
 
 
+def counting(row: Index, is_error: NDArray[np.bool_], how: RowMap) -> tuple[Index, Index]:
+    """Return the places of the answers [k] that count, and their rows of the present input."""
+    counts = np.ones(len(row), bool) if how.errors else ~is_error
+    if how.rows is not None:
+        known = (row >= 0) & (row < len(how.rows))
+        row = np.where(known, how.rows[np.where(known, row, 0)], GONE) if len(how.rows) else np.full_like(row, GONE)
+        counts &= row != GONE
+    at = np.flatnonzero(counts)
+    return at, row[at]
+
+
 # --- inside ---------------------------------------------------------------------------------------------------------
 
 
@@ -116,16 +127,9 @@ def _opened(
 
 def _numbers(table: Table, how: RowMap) -> tuple[NDArray[Any], ...]:
     """Return entry, row, sample, is_error and bytes of the answers of one segment that count."""
-    row = table.fixed["samples/row"].copy()
-    if how.rows is not None:
-        known = (row >= 0) & (row < len(how.rows))
-        row = np.where(known, how.rows[np.where(known, row, 0)], GONE) if len(how.rows) else np.full_like(row, GONE)
     is_error = table.fixed["errors/present"] != 0
-    counts = np.ones(len(row), bool) if how.errors else ~is_error
-    if how.rows is not None:
-        counts &= row != GONE
-    at = np.flatnonzero(counts)
-    return at, row[at], table.fixed["samples/sample"][at], is_error[at], entry_bytes(table)[at]
+    at, row = counting(table.fixed["samples/row"], is_error, how)
+    return at, row, table.fixed["samples/sample"][at], is_error[at], entry_bytes(table)[at]
 
 
 def _joined(parts: list[tuple[NDArray[Any], ...]]) -> tuple[NDArray[Any], ...]:

@@ -25,6 +25,7 @@ from bgmpi.errors import InputError, MissingError, UsageError
 from bgmpi.input_shard import InputShard, shard_pattern
 from bgmpi.io.collected import Collected
 from bgmpi.io.journal import JournalReading
+from bgmpi.io.locks import held_by
 from bgmpi.io.publish import Provenance, Published, publish_collected
 from bgmpi.io.published_answers import PublishedAnswers
 from bgmpi.io.results_file import Results, open_results
@@ -138,6 +139,9 @@ def _check_output(output: Path, paths: Sequence[Path], overwrite: bool) -> None:
     parts = parts_folder(output)
     if parts.exists():
         raise UsageError(f"{parts} is there: a job that writes {output} has not ended; name another file")
+    holder = held_by(output, os.environ)
+    if holder is not None:
+        raise UsageError(f"{output} is held open for writing by {holder}: close it there, or name another file")
     if output.exists() and not overwrite:
         raise UsageError(f"{output} exists; pass --overwrite to replace it, or another --output-file")
 

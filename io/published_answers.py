@@ -1,7 +1,7 @@
 """A published file as a source of answers: its entries with the columns of a segment, block by block.
 
 So the answers of a file that was published once can be published again: joined with other shards' (`merge`), or beside
-rows that were added, edited or tried again (`taken_back`).  Whatever column a segment has comes back bit for bit.
+rows that were added, edited or tried again (`reopen`).  Whatever column a segment has comes back bit for bit.
 
 Reads follow the file: entries that are asked for together should lie together, for all between the first and the last
 are read.  Memory is what is asked for and some bytes a row.  The file is opened for each read and never for writing, so
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from bgmpi.errors import InputError
 from bgmpi.io.columns import DTYPES, FIXED, OFFSETS, RAGGED, Array, Index, Table, cuts_by_bytes, spread_out
@@ -98,11 +97,6 @@ class PublishedAnswers:
             else:
                 total += size[self.row] if at in _ROWS else size
         return total
-
-
-def content_of(results: Results) -> NDArray[np.uint64] | None:
-    """Return the hash of every row's line, uint64 [rows]; None where the file is older than these hashes."""
-    return results.column("rows/content").astype(np.uint64) if results.has("rows/content") else None
 
 
 class _Columns:

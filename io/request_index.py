@@ -85,9 +85,7 @@ class RequestIndex:
     @property
     def key(self) -> str:
         """What tells these rows from those of any other input or shard, hex."""
-        if self.shard is None:
-            return self.sha256
-        return hashlib.sha256(f"{self.sha256} shard {self.shard}".encode()).hexdigest()
+        return input_key(self.sha256, self.shard)
 
     def number(self, row: int) -> int:
         """Return which row of the file row `row` is."""
@@ -105,6 +103,11 @@ class RequestIndex:
     def first_sequence(self) -> NDArray[np.int64]:
         """Return the number of each row's first sequence, int64 [rows + 1]; the last is the number of sequences."""
         return np.concatenate(([0], np.cumsum(self.samples, dtype=np.int64)))
+
+
+def input_key(sha256: str, shard: InputShard | None) -> str:
+    """Return what tells the rows of a file, or of one shard of it, from all others, in hex."""
+    return sha256 if shard is None else hashlib.sha256(f"{sha256} shard {shard}".encode()).hexdigest()
 
 
 class _Body(msgspec.Struct):

@@ -117,10 +117,14 @@ class SegmentWriter:
         """
         if not self._buffer:
             return None
-        entry = self._write("segment", SEGMENT, self._buffer)
+        entry = self.write(from_answers(self._buffer))
         self._buffer.clear()
         self._buffered_bytes = 0
         return entry
+
+    def write(self, table: Table) -> Entry:
+        """Write answers that are columns already as one segment, past the buffer; raise WriteError."""
+        return self._write("segment", SEGMENT, table)
 
     def save_progress(self, unfinished: list[Answer]) -> None:
         """Write what unfinished sequences have so far, in place of what was written before; raise WriteError.
@@ -129,18 +133,18 @@ class SegmentWriter:
         """
         if not unfinished and self._progress is None:
             return
-        entry = self._write("progress", PROGRESS, unfinished)
+        entry = self._write("progress", PROGRESS, from_answers(unfinished))
         if self._progress is not None:
             remove_if_there(self._progress)
         self._progress = self.folder / entry.name
 
-    def _write(self, word: str, kind: Literal["segment", "progress"], answers: list[Answer]) -> Entry:
-        image = segment_image(from_answers(answers))
+    def _write(self, word: str, kind: Literal["segment", "progress"], table: Table) -> Entry:
+        image = segment_image(table)
         name = f"{word}-{self._name}-{self._written:06d}.h5"
         self._written += 1
         write_durably(self.folder / name, image)
         sha256 = hashlib.sha256(image).hexdigest()
-        entry = Entry(name, len(answers), len(image), sha256, kind, self._clock())
+        entry = Entry(name, table.entries, len(image), sha256, kind, self._clock())
         self._journal.append(entry)
         return entry
 
