@@ -43,6 +43,7 @@ print("finished before:", json.dumps(rows))
 """
 
 
+@pytest.mark.slow
 def test_c62_a_job_on_a_full_disk_ends_with_74_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
     model = make_tokenizer(checkpoints.make("mixtral", tmp_path / "model"))
     bodies = [
