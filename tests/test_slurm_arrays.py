@@ -41,7 +41,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def sbatch(nodes: Nodes, settings: dict[str, str], folder: Path, *words: str) -> tuple[Ended, dict[str, str]]:
     """Submit the script from `folder` and wait; -> how sbatch ended, and the log of each task by its id."""
-    options = [word for word in words if word.startswith("--array") or word.startswith("-N")]
+    options = [word for word in words if word.startswith(("--array", "-N"))]
     argv = ["sbatch", "--wait", "--output=job-%a.log", *options, SCRIPT, *(one for one in words if one not in options)]
     ended = launch(argv, cwd=folder, env={**nodes.environment, **settings}, limit=200)
     logs = {path.stem.partition("-")[2]: path.read_text() for path in folder.glob("job-*.log")}
