@@ -25,6 +25,7 @@ from bgmpi.errors import BgmpiError, InputError, InternalError, MissingError, Us
 from bgmpi.families import read_architecture
 from bgmpi.input_shard import USUAL_TASKS, shard_of
 from bgmpi.io.locks import SWITCH, held_by
+from bgmpi.io.merge import other_shards
 from bgmpi.io.model_files import ModelFiles, check_files, open_dummy_files, open_model_files
 from bgmpi.io.publish import Provenance
 from bgmpi.io.request_index import RequestIndex, scan_requests
@@ -184,6 +185,12 @@ def _scan(config: Config) -> RequestIndex:
         _LOG.warning(
             "%d shards: many sites let an array have %d tasks at most, and a shard that never runs leaves the answer "
             "incomplete; fewer shards on more nodes each do the same", shard.count, USUAL_TASKS,
+        )
+    others = other_shards(Path(config.output_file), shard)
+    if others:
+        _LOG.warning(
+            "outputs of another number of shards are beside this one, which is %s: %s; merge will not join them",
+            shard, ", ".join(others),
         )
     mine = index.only(shard)
     _LOG.info("shard %s of the input: %d of its %d rows; bgmpi merge joins the outputs", shard, len(mine), len(index))

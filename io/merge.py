@@ -98,6 +98,16 @@ def whole_name(words: Sequence[str]) -> str:
     raise UsageError(f"where to? name the output: bgmpi merge {' '.join(words[:2])} ... --output-file results.h5")
 
 
+def other_shards(output: Path, shard: InputShard) -> list[str]:
+    """Return the names of a few outputs beside a shard's that are of another number of shards."""
+    mine = f".shard-{shard.number:04}-of-{shard.count:04}"
+    if mine not in output.name:
+        return []
+    pattern = glob.escape(output.name).replace(mine, ".shard-*-of-*")
+    names = (path.name for path in output.parent.glob(pattern))
+    return sorted(name for name in names if f"-of-{shard.count:04}" not in name)[:3]
+
+
 def check_shards(found: Sequence[tuple[Path, InputShard]]) -> None:
     """Raise UsageError unless all are shards of one count and none is there twice, MissingError for those not there."""
     counts = sorted({which.count for _, which in found})

@@ -206,6 +206,9 @@ def test_the_command_ends_as_a_run_does_and_writes_failed_rows(
         assert [json.loads(line)["custom_id"] for line in errors.read_text().splitlines()] == [
             row[0].custom_id for row in rows if any(one.error is not None for one in row)
         ]
+    assert main(["inspect", str(tmp_path / "good.shard-0001-of-0002.h5")]) == 0
+    assert "shard     1 of 2, of 4 rows" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "good.h5")]) == 0 and "shard  " not in capsys.readouterr().out
     assert main(["merge", str(tmp_path / "good.h5")]) == 2
     (tmp_path / "good.shard-0001-of-0002.h5").unlink()
     assert main(["merge", str(tmp_path / "good.h5"), "--overwrite"]) == 66
