@@ -140,7 +140,7 @@ def _found(job: Job, attempts: tuple[Attempt, ...]) -> tuple[Found, PublishedRow
     whole = rows.key == job.index.key
     if rows.content is None:
         return Found(str(path), str(folder), exists=True, settings=settings, parts=parts), None
-    kept = rows.failed | True if whole else located(rows.content, job.index.content) != GONE
+    kept = np.ones(len(rows.failed), bool) if whole else located(rows.content, job.index.content) != GONE
     count = int(kept.sum())
     meeting = Rows(count, len(job.index) - count, len(kept) - count, int((kept & rows.failed).sum()))
     return Found(str(path), str(folder), True, whole, settings, meeting, parts), rows

@@ -206,6 +206,12 @@ def test_the_command_ends_as_a_run_does_and_writes_failed_rows(
         assert [json.loads(line)["custom_id"] for line in errors.read_text().splitlines()] == [
             row[0].custom_id for row in rows if any(one.error is not None for one in row)
         ]
+    ids = []
+    for name in ("mixed.shard-0000-of-0002.h5", "mixed.shard-0001-of-0002.h5", "mixed.h5"):
+        assert main(["export", str(tmp_path / name), "-o", str(tmp_path / f"{name}.jsonl")]) == 0
+        ids.append({json.loads(line)["id"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()})
+    assert ids[0] | ids[1] == ids[2] and not ids[0] & ids[1]
+    capsys.readouterr()
     assert main(["inspect", str(tmp_path / "good.shard-0001-of-0002.h5")]) == 0
     assert "shard     1 of 2, of 4 rows" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "good.h5")]) == 0 and "shard  " not in capsys.readouterr().out
