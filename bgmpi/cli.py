@@ -34,11 +34,14 @@ from bgmpi.values import integer
 INTERRUPTED = 130
 #: Seconds that a rank waits for rank 0 to tell an error that all have.
 _GRACE = 1.0
+#: The right of everybody to write.
+_OTHERS_WRITE = 0o002
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (the process's own when None) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    os.umask(os.umask(_OTHERS_WRITE) | _OTHERS_WRITE)  # whatever the user's: no output that everybody may change
     try:
         if words[:1] == ["run"]:
             return _run(words[1:], os.environ)
@@ -76,6 +79,14 @@ def _parser() -> Parser:
     export.add_argument("--error-file", metavar="PATH", help="lines of the failed rows; unset: beside the output")
     export.add_argument("--tokenizer", metavar="DIR", help="spell tokens of log-probabilities as text, not as numbers")
     export.set_defaults(command=_export)
+
+    merge = commands.add_parser("merge", help="join the outputs of all shards of an input", allow_abbrev=False)
+    merge.add_argument("shards", nargs="+",
+                       help="files of the shards, a pattern of them, or the name that all of them were given")
+    merge.add_argument("-o", "--output-file", metavar="PATH", help="results, HDF5; unset: the name that all were given")
+    merge.add_argument("--error-file", metavar="PATH", help="also write failed rows here, one JSON object a line")
+    merge.add_argument("--overwrite", action="store_true", help="replace an output file that exists")
+    merge.set_defaults(command=_merge)
 
     inspect = commands.add_parser("inspect", help="say what is in a results file or a trace", allow_abbrev=False)
     inspect.add_argument("file", help="a results file, HDF5, or a trace (bgmpi run --trace PATH)")
@@ -191,6 +202,18 @@ def _export(chosen: Namespace) -> int:
     done = export(chosen.results, chosen.output_file, chosen.error_file, token_text=spell)
     sys.stdout.write(f"{done.answers} answers in {done.output}, {done.errors} errors in {done.error_file}\n")
     return ExitCode.OK
+
+
+def _merge(chosen: Namespace) -> int:
+    from bgmpi.io.merge import merge, whole_name
+    from bgmpi.io.openai_lines import export_errors
+
+    output = chosen.output_file if chosen.output_file is not None else whole_name(chosen.shards)
+    done = merge(chosen.shards, output, overwrite=chosen.overwrite)
+    sys.stdout.write(f"{done.rows} rows in {done.path}: {done.done} good, {done.errors} failed\n")
+    if chosen.error_file is not None:
+        export_errors(done.path, chosen.error_file)
+    return ExitCode.ERROR_ROWS if done.errors else ExitCode.OK
 
 
 def _count(word: str) -> int:

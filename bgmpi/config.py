@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from bgmpi.dialects import FOREIGN, Foreign, foreign, unknown
 from bgmpi.errors import InputError, UsageError
+from bgmpi.input_shard import read_shard, this_shard, without_shard
 from bgmpi.values import (
     Reader,
     choice,
@@ -104,6 +105,9 @@ class Config:
     error_file: str | None = _option(
         "files", None, text, "also write failed rows here, one JSON object a line")
     overwrite: bool = _option("files", False, switch, "replace an output file that exists")
+    shard: str | None = _option(
+        "files", None, read_shard, "K/N: compute only the rows r of the input with r mod N = K, into files that carry "
+        "the number; off: all; unset: the place of this task in its Slurm array")
     strict: bool = _option(
         "files", False, switch, "stop at the first bad line instead of giving it an error row")
     max_line_bytes: int = _option("files", 64 << 20, size(), "longer input lines become error rows")
@@ -269,6 +273,9 @@ _MODEL_DEFAULTS: dict[str, tuple[str, object]] = {
     "repetition_penalty": ("repetition_penalty", 1.0),
 }
 
+# Options that name a file to write.
+_WRITTEN = ("output_file", "error_file", "metrics_file", "trace")
+
 
 def options() -> tuple[Option, ...]:
     """Return the table of options."""
@@ -303,7 +310,21 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], toml_text: str | No
             except ValueError as error:
                 raise UsageError(f"{spelling}: {error}") from None
             sources[option.name] = source
+    _take_shard(values, sources, environ)
     return Config(**values, sources=sources, notes=notes)  # type: ignore[arg-type]
+
+
+def _take_shard(values: dict[str, object], sources: dict[str, str], environ: Mapping[str, str]) -> None:
+    """Fill in the shard that this run computes, and its number in the names of all files that it writes."""
+    asked = values.get("shard")
+    shard = this_shard(None if asked is None else str(asked), environ)
+    if asked is None and shard is not None:
+        values["shard"], sources["shard"] = str(shard), "environment"
+    for name in _WRITTEN:
+        path = values.get(name, _table()[name].default)
+        if isinstance(path, str):
+            flag = "--" + name.replace("_", "-")
+            values[name] = without_shard(path, flag) if shard is None else shard.file_name(path)
 
 
 def config_file(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:

@@ -142,6 +142,7 @@ class Head:
             len(job.index),
             job.index.samples,
             prompts_per_row=job.index.prompts,
+            content=job.index.content,
             maps=self._attempt.maps,
             beat=beat,
         )

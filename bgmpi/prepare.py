@@ -23,6 +23,9 @@ from bgmpi.architecture import Architecture
 from bgmpi.config import Config
 from bgmpi.errors import BgmpiError, InputError, InternalError, MissingError, UsageError, WriteError
 from bgmpi.families import read_architecture
+from bgmpi.input_shard import USUAL_TASKS, shard_of
+from bgmpi.io.locks import SWITCH, held_by
+from bgmpi.io.merge import other_shards
 from bgmpi.io.model_files import ModelFiles, check_files, open_dummy_files, open_model_files
 from bgmpi.io.publish import Provenance
 from bgmpi.io.request_index import RequestIndex, scan_requests
@@ -105,9 +108,15 @@ class Job:
             model_index_sha256=self.files.index_hash,
             tokenizer_sha256=self.tokenizer.hash,
             layout=layout,
-            attributes={"nonfinite_allowed": int(config.allow_nonfinite)},
+            attributes={"nonfinite_allowed": int(config.allow_nonfinite), **_shard_attributes(self.index)},
             documents=documents,
         )
+
+
+def _shard_attributes(index: RequestIndex) -> dict[str, int]:
+    if index.shard is None:
+        return {}
+    return {"shard": index.shard.number, "shards": index.shard.count, "input_rows": index.file_rows}
 
 
 def together(world: World, stage: Callable[[], T]) -> T:
@@ -161,13 +170,36 @@ def _check_place(flag: str, path: Path) -> None:
         raise UsageError(f"{flag} {path} is a folder; name a file")
     if not path.parent.is_dir():
         raise MissingError(f"{flag} {path}: the folder {path.parent} is not there; make it first")
+    holder = held_by(path, os.environ)
+    if holder is not None:
+        raise UsageError(
+            f"{flag} {path} is held open for writing by {holder}: close it there, or name another file; "
+            f"{SWITCH}=FALSE replaces it all the same"
+        )
     written = path if path.exists() and not path.is_file() else path.parent
     if not os.access(written, os.W_OK):
         raise WriteError(f"{flag} {path}: no permission to write in {written}")
 
 
 def _scan(config: Config) -> RequestIndex:
-    return scan_requests(Path(config.input_file or ""), max_line_bytes=config.max_line_bytes)
+    index = scan_requests(Path(config.input_file or ""), max_line_bytes=config.max_line_bytes)
+    shard = shard_of(config.shard)
+    if shard is None:
+        return index
+    if shard.count > USUAL_TASKS:
+        _LOG.warning(
+            "%d shards: many sites let an array have %d tasks at most, and a shard that never runs leaves the answer "
+            "incomplete; fewer shards on more nodes each do the same", shard.count, USUAL_TASKS,
+        )
+    others = other_shards(Path(config.output_file), shard)
+    if others:
+        _LOG.warning(
+            "outputs of another number of shards are beside this one, which is %s: %s; merge will not join them",
+            shard, ", ".join(others),
+        )
+    mine = index.only(shard)
+    _LOG.info("shard %s of the input: %d of its %d rows; bgmpi merge joins the outputs", shard, len(mine), len(index))
+    return mine
 
 
 def _files(config: Config) -> ModelFiles:

@@ -22,11 +22,27 @@ Flags = NDArray[np.bool_]
 
 
 class Start(StrEnum):
-    """How an attempt begins.  NOTHING: all is there already."""
+    """How an attempt begins.  REOPEN: with the answers of the output that is published; NOTHING: all is there
+    already."""
 
     FRESH = "fresh"
     RESUME = "resume"
+    REOPEN = "reopen"
     NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How the rows of a published output meet those of the present input.
+
+    kept: rows of both, failed: error rows among them; new: of the input alone, added or edited; gone: of the output
+    alone.
+    """
+
+    kept: int
+    new: int = 0
+    gone: int = 0
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +50,16 @@ class Found:
     """What lies at the output's place.
 
     output: its path; exists: whether it is there; whole: whether it is complete and answers the same input; settings:
-    what its answers depend on; parts: settings of the newest attempt that left parts, None when there are none.
+    what its answers depend on, None where it is no complete output of this program; rows: None where they cannot be
+    told; parts: settings of the newest attempt that left parts, None when there are none; folder: of the parts.
     """
 
     output: str
+    folder: str
     exists: bool = False
     whole: bool = False
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] | None = None
+    rows: Rows | None = None
     parts: Mapping[str, str] | None = None
 
 
@@ -55,17 +74,23 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def how_to_start(
-    found: Found, settings: Mapping[str, str], *, resume: str, overwrite: bool, requeued: bool
+    found: Found,
+    settings: Mapping[str, str],
+    *,
+    resume: str,
+    overwrite: bool,
+    requeued: bool,
+    retry_failed: bool = False,
 ) -> Start:
     """Decide; raise UsageError where only the user can.
 
     resume: auto, never, must or force; overwrite: an output may be replaced; requeued: a batch system has started this
-    job again, so an output that answers it is its own.
+    job again, so an output that answers it is its own; retry_failed: error rows are to be computed again.
     """
     if resume == "never":
         taken = found.exists or found.parts is not None
         if taken and not overwrite:
-            what = found.output if found.exists else f"{found.output}.parts"
+            what = found.output if found.exists else found.folder
             raise UsageError(f"{what} exists; pass --overwrite to replace it, or another --output-file")
         return Start.FRESH
     if found.parts is not None:
@@ -75,20 +100,41 @@ def how_to_start(
         if overwrite and resume == "auto":
             return Start.FRESH
         raise UsageError(
-            f"{found.output}.parts holds answers of other settings: {'; '.join(changed)}. Pass --resume force to keep "
+            f"{found.folder} holds answers of other settings: {'; '.join(changed)}. Pass --resume force to keep "
             f"them and go on, --overwrite to begin anew, or another --output-file"
         )
-    same = found.exists and found.whole and not differences(found.settings, settings)
-    if same and (requeued or not overwrite):
-        return Start.NOTHING
-    if resume == "must":
-        raise UsageError(f"--resume must: there is nothing to go on with at {found.output}; leave it out to begin")
-    if found.exists and not overwrite:
-        raise UsageError(
-            f"{found.output} exists and is not the answer to this job; pass --overwrite to replace it, or another "
-            "--output-file"
+    if not found.exists:
+        if resume == "must":
+            raise UsageError(f"--resume must: there is nothing to go on with at {found.output}; leave it out to begin")
+        return Start.FRESH
+    changed = differences(found.settings, settings) if found.settings is not None else []
+    reuse = resume in ("must", "force")
+    if found.settings is not None and not changed and found.whole and (requeued or reuse or not overwrite):
+        return Start.REOPEN if retry_failed and found.rows is not None and found.rows.failed else Start.NOTHING
+    if reuse and found.rows is not None and (not changed or resume == "force"):
+        return Start.REOPEN
+    if overwrite and resume != "must":
+        return Start.FRESH
+    raise UsageError(f"{found.output} exists and is not the answer to this job{_why(found, changed)}")
+
+
+def _why(found: Found, changed: list[str]) -> str:
+    """Say what is another about a published output, and which words decide."""
+    anew = "--overwrite to replace it, or another --output-file"
+    if found.settings is None:
+        return f"; pass {anew}"
+    if changed:
+        return f", its settings are others: {'; '.join(changed)}. Pass --resume force to keep its answers, {anew}"
+    if found.rows is None:
+        return (
+            f": its input was another one, and which of its answers still hold cannot be told, because it was written "
+            f"before outputs had hashes of their rows; pass {anew}"
         )
-    return Start.FRESH
+    rows = found.rows
+    return (
+        f": {rows.new} rows of the input are new or edited, {rows.gone} of its rows are gone, {rows.kept} have their "
+        f"answers there. Pass --resume must to keep these and compute only the others, {anew}"
+    )
 
 
 def restoring_pays(

@@ -121,8 +121,19 @@ def row_maps(
         if old is None or len(old) != one.rows:
             damaged.append(f"{name} is missing or damaged: answers of attempt {one.number} do not count")
             continue
-        maps[one.number] = RowMap(_located(old, content), errors)
+        maps[one.number] = RowMap(located(old, content), errors)
     return maps, tuple(damaged)
+
+
+def located(old: Contents, new: Contents) -> Rows:
+    """Return the place in `new` of each of `old`, GONE where it is not there."""
+    order = np.argsort(new, kind="stable")
+    place = np.searchsorted(new[order], old)
+    found = np.full(len(old), GONE, np.int64)
+    inside = place < len(new)
+    at = order[place[inside]]
+    found[inside] = np.where(new[at] == old[inside], at, GONE)
+    return found
 
 
 @contextmanager
@@ -134,7 +145,7 @@ def alone(folder: Path, warn: list[str]) -> Iterator[None]:
     path = folder / LOCK
     make_folder(folder)
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
     except OSError as error:
         raise write_failed(path, error, 0) from error
     try:
@@ -157,17 +168,6 @@ def alone(folder: Path, warn: list[str]) -> Iterator[None]:
 
 
 # --- inside ---------------------------------------------------------------------------------------------------------
-
-
-def _located(old: Contents, new: Contents) -> Rows:
-    """Return the place in `new` of each of `old`, GONE where it is not there."""
-    order = np.argsort(new, kind="stable")
-    place = np.searchsorted(new[order], old)
-    found = np.full(len(old), GONE, np.int64)
-    inside = place < len(new)
-    at = order[place[inside]]
-    found[inside] = np.where(new[at] == old[inside], at, GONE)
-    return found
 
 
 def _image(content: Contents) -> bytes:

@@ -9,10 +9,10 @@ Only numbers are read, some 50 bytes an answer; answers stay in their segments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,16 @@ from numpy.typing import NDArray
 from bgmpi.errors import InternalError
 from bgmpi.io.attempts import GONE, RowMap
 from bgmpi.io.columns import Index, Table, entry_bytes, to_answers
-from bgmpi.io.journal import JournalReading, read_journal
+from bgmpi.io.journal import Entry, JournalReading, read_journal
 from bgmpi.io.segments import Segment, attempt_of
 from bgmpi.request import Answer
+
+
+class Source(Protocol):
+    """A file of answers: a segment, or a published file."""
+
+    def take(self, entry: Index) -> Table:
+        """Return the entries `entry` int64 [k], in that order, with every column of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +37,11 @@ class Collected:
     """Answers [k] in no promised order.
 
     segment: int64, which of `segments` holds it, entry: int64, at which place; row: int64; sample: int32, -1 where one
-    entry stands for a refused row; is_error: bool; bytes: int64, what it takes.
+    entry stands for a refused row; is_error: bool; bytes: int64, what it takes.  progress: (attempt, file) of what
+    unfinished sequences had.
     """
 
-    segments: list[Segment]
+    segments: Sequence[Source]
     segment: Index
     entry: Index
     row: Index
@@ -42,6 +50,7 @@ class Collected:
     bytes: Index
     journal: JournalReading
     damaged: tuple[str, ...]
+    progress: list[tuple[int, Segment]] = field(default_factory=list)
 
 
 def collect(folder: Path, maps: Mapping[int, RowMap] | None = None, *, verify: bool = True) -> Collected:
@@ -54,16 +63,7 @@ def collect(folder: Path, maps: Mapping[int, RowMap] | None = None, *, verify: b
     segments: list[Segment] = []
     attempts: list[int] = []
     parts: list[tuple[NDArray[Any], ...]] = []
-    for one in journal.entries:
-        number = attempt_of(one.name)
-        if maps is not None and number not in maps:
-            damaged.append(f"{one.name} ({one.records} answers): nothing is known of attempt {number}")
-            continue
-        try:
-            opened = Segment(folder / one.name)
-        except InternalError as error:  # whole, but of another version
-            damaged.append(f"{one.name} ({one.records} answers): {error}")
-            continue
+    for number, opened in _opened(folder, journal.entries, maps, damaged):
         segments.append(opened)
         attempts.append(number)
         parts.append(_numbers(opened.table(), maps[number] if maps is not None else RowMap()))
@@ -74,21 +74,18 @@ def collect(folder: Path, maps: Mapping[int, RowMap] | None = None, *, verify: b
     keep = np.flatnonzero(_newest(row, sample, attempt))
     return Collected(
         segments, segment[keep], entry[keep], row[keep], sample[keep], is_error[keep], size[keep], journal,
-        tuple(damaged),
+        progress=_opened(folder, journal.progress, maps, damaged), damaged=tuple(damaged),
     )  # fmt: skip
 
 
-def begun(folder: Path, maps: Mapping[int, RowMap], finished: Collected) -> dict[tuple[int, int], Answer]:
+def begun(maps: Mapping[int, RowMap], finished: Collected) -> dict[tuple[int, int], Answer]:
     """Return what unfinished sequences have so far, by row of the present input and sample: of all that attempts left,
     the one with most tokens.  Sequences that are finished by now are left out."""
     ended = set(zip(finished.row.tolist(), finished.sample.tolist(), strict=True))
     found: dict[tuple[int, int], Answer] = {}
-    for one in finished.journal.progress:
-        number = attempt_of(one.name)
-        if number not in maps:
-            continue
+    for number, progress in finished.progress:
         rows = maps[number].rows
-        for answer in to_answers(Segment(folder / one.name).table(), {}):
+        for answer in to_answers(progress.table(), {}):
             row = answer.row if rows is None else int(rows[answer.row])
             name = row, answer.sample
             best = found.get(name)
@@ -97,21 +94,42 @@ def begun(folder: Path, maps: Mapping[int, RowMap], finished: Collected) -> dict
     return found
 
 
+def counting(row: Index, is_error: NDArray[np.bool_], how: RowMap) -> tuple[Index, Index]:
+    """Return the places of the answers [k] that count, and their rows of the present input."""
+    counts = np.ones(len(row), bool) if how.errors else ~is_error
+    if how.rows is not None:
+        known = (row >= 0) & (row < len(how.rows))
+        row = np.where(known, how.rows[np.where(known, row, 0)], GONE) if len(how.rows) else np.full_like(row, GONE)
+        counts &= row != GONE
+    at = np.flatnonzero(counts)
+    return at, row[at]
+
+
 # --- inside ---------------------------------------------------------------------------------------------------------
+
+
+def _opened(
+    folder: Path, entries: Sequence[Entry], maps: Mapping[int, RowMap] | None, damaged: list[str]
+) -> list[tuple[int, Segment]]:
+    """Return attempt and file of each entry that can be used, and name in `damaged` those that cannot."""
+    opened = []
+    for one in entries:
+        number = attempt_of(one.name)
+        if maps is not None and number not in maps:
+            damaged.append(f"{one.name} ({one.records} answers): nothing is known of attempt {number}")
+            continue
+        try:
+            opened.append((number, Segment(folder / one.name)))
+        except InternalError as error:  # whole, but of another version
+            damaged.append(f"{one.name} ({one.records} answers): {error}")
+    return opened
 
 
 def _numbers(table: Table, how: RowMap) -> tuple[NDArray[Any], ...]:
     """Return entry, row, sample, is_error and bytes of the answers of one segment that count."""
-    row = table.fixed["samples/row"].copy()
-    if how.rows is not None:
-        known = (row >= 0) & (row < len(how.rows))
-        row = np.where(known, how.rows[np.where(known, row, 0)], GONE) if len(how.rows) else np.full_like(row, GONE)
     is_error = table.fixed["errors/present"] != 0
-    counts = np.ones(len(row), bool) if how.errors else ~is_error
-    if how.rows is not None:
-        counts &= row != GONE
-    at = np.flatnonzero(counts)
-    return at, row[at], table.fixed["samples/sample"][at], is_error[at], entry_bytes(table)[at]
+    at, row = counting(table.fixed["samples/row"], is_error, how)
+    return at, row, table.fixed["samples/sample"][at], is_error[at], entry_bytes(table)[at]
 
 
 def _joined(parts: list[tuple[NDArray[Any], ...]]) -> tuple[NDArray[Any], ...]:

@@ -152,6 +152,17 @@ def concatenate(tables: Sequence[Table]) -> Table:
     )
 
 
+def spread_out(table: Table, place: Index, entries: int) -> Table:
+    """Return a table of `entries` entries whose ragged columns are those of `table`, its i-th entry at place[i] (int64,
+    ascending) and nothing elsewhere."""
+    offsets = {}
+    for path, cuts in table.offsets.items():
+        lengths = np.zeros(entries, np.int64)
+        lengths[place] = np.diff(cuts)
+        offsets[path] = _offsets(lengths)
+    return Table(entries, {}, offsets, table.values)
+
+
 def _offsets(lengths: Any) -> Index:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])

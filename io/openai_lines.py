@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from bgmpi.errors import RowError
 from bgmpi.io.durable import replacing, write_failed
-from bgmpi.io.results_file import RowResult, open_results
+from bgmpi.io.results_file import Results, RowResult, open_results
 from bgmpi.request import Answer, Logprobs
 
 TokenText = Callable[[int], bytes]
@@ -69,7 +69,7 @@ def export(
         error_sink = stack.enter_context(_text_file(errors, size))
         sink = stack.enter_context(_text_file(output, size))
         body = _Bodies(results.attributes, token_text)
-        for row in results.rows():
+        for row in _numbered(results):
             if row.error is None:
                 sink.write(encode(body.answer_line(row)) + b"\n")
                 answered += 1
@@ -84,11 +84,18 @@ def export_errors(results_path: str | os.PathLike[str], error_path: str | os.Pat
     failed = 0
     encode = msgspec.json.Encoder().encode
     with open_results(results_path) as results, _text_file(Path(error_path), results.path.stat().st_size) as sink:
-        for row in results.rows():
+        for row in _numbered(results):
             if row.error is not None:
                 sink.write(encode(error_line(row, row.error)) + b"\n")
                 failed += 1
     return failed
+
+
+def _numbered(results: Results) -> Iterator[RowResult]:
+    """Yield every row with its number in the whole input, so that lines of different shards have different ids."""
+    first, step = results.attributes.get("shard", 0), results.attributes.get("shards", 1)
+    for row in results.rows():
+        yield row if step == 1 else replace(row, row=first + step * row.row)
 
 
 @contextmanager

@@ -27,11 +27,10 @@ from numpy.typing import NDArray
 from bgmpi.errors import InternalError
 from bgmpi.io import attempts, kv_checkpoint
 from bgmpi.io.attempts import RowMap
-from bgmpi.io.collected import Collected, collect
+from bgmpi.io.collected import Collected, Source, collect
 from bgmpi.io.columns import FINISH, FIXED, RAGGED, STATUS, Array, Index, Table, concatenate, cuts_by_bytes, empty
 from bgmpi.io.durable import HdfSink, remove_if_there, replacing
 from bgmpi.io.journal import PREFIX, JournalReading
-from bgmpi.io.segments import Segment
 
 FORMAT = "bgmpi-results"
 FORMAT_VERSION = 1
@@ -84,7 +83,7 @@ class Published:
 class _Order:
     """All answers in output order: segment, entry in it, row, bytes [k]; first_sample [rows + 1] cuts them in rows."""
 
-    segments: list[Segment]
+    segments: Sequence[Source]
     segment: Index
     entry: Index
     first_sample: Index
@@ -100,6 +99,7 @@ def publish(
     samples_per_row: NDArray[np.int32],
     *,
     prompts_per_row: NDArray[np.int32] | None = None,
+    content: NDArray[np.uint64] | None = None,
     maps: Mapping[int, RowMap] | None = None,
     block_bytes: int = 32 << 20,
     beat: Callable[[], None] = lambda: None,
@@ -107,21 +107,39 @@ def publish(
     """Publish the answers of all segments of `folder` as `output`, replacing it only when all is written.
 
     samples_per_row int32 [n_rows]: sequences of each row (0 or 1 for a row refused while reading); prompts_per_row
-    int32 [n_rows]: how many prompts these samples share, 1 when None; maps: as `collect` takes them; beat: is called
-    after each block.  Raise InternalError naming rows that are missing or there twice (law 5), WriteError when `output`
-    cannot be written.
+    int32 [n_rows]: how many prompts these samples share, 1 when None; content uint64 [n_rows]: hashes of the rows
+    (RequestIndex), None: left out; maps: as `collect` takes them; beat: is called after each block.  Raise
+    InternalError naming rows that are missing or there twice (law 5), WriteError when `output` cannot be written.
     """
-    output = Path(os.path.realpath(output))  # a link to scratch space stays a link
     prompts = np.ones(n_rows, np.int32) if prompts_per_row is None else np.asarray(prompts_per_row, np.int32)
     if len(samples_per_row) != n_rows or len(prompts) != n_rows:
         raise InternalError(f"{n_rows} rows, but {len(samples_per_row)} sample counts and {len(prompts)} prompt counts")
     collected = collect(Path(folder), maps)
+    return publish_collected(
+        collected, output, provenance, samples_per_row, prompts, content=content, block_bytes=block_bytes, beat=beat
+    )
+
+
+def publish_collected(
+    collected: Collected,
+    output: str | os.PathLike[str],
+    provenance: Provenance,
+    samples_per_row: NDArray[np.int32],
+    prompts: NDArray[np.int32],
+    *,
+    content: NDArray[np.uint64] | None = None,
+    block_bytes: int = 32 << 20,
+    beat: Callable[[], None] = lambda: None,
+) -> Published:
+    """Publish answers wherever they lie; see `publish`."""
+    output = Path(os.path.realpath(output))  # a link to scratch space stays a link
+    n_rows = len(prompts)
     order = _in_order(collected, n_rows, np.asarray(samples_per_row, np.int64))
     _remove_stale(output)
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(6)}.publishing")
     needed = int(order.bytes.sum())
     with replacing(output, temporary, needed) as path, HdfSink(path) as sink:
-        done, tokens = _write(sink, provenance, order, prompts, block_bytes, beat)
+        done, tokens = _write(sink, provenance, order, prompts, content, block_bytes, beat)
     size = output.stat().st_size
     return Published(output, n_rows, done, n_rows - done, len(order.entry), tokens, size, collected.journal)
 
@@ -191,7 +209,12 @@ def _name_rows(what: str, rows: Sequence[int] | Index) -> str:
 
 
 def _write(
-    sink: HdfSink, provenance: Provenance, order: _Order, prompts: NDArray[np.int32], block_bytes: int,
+    sink: HdfSink,
+    provenance: Provenance,
+    order: _Order,
+    prompts: NDArray[np.int32],
+    content: NDArray[np.uint64] | None,
+    block_bytes: int,
     beat: Callable[[], None],
 ) -> tuple[int, int]:
     """Write the whole file into `sink`; return rows done and tokens generated."""
@@ -203,6 +226,8 @@ def _write(
             writer = _Appender(file)
             writer.append_fixed("rows/first_sample", order.first_sample)
             writer.append_fixed("rows/prompts", np.clip(prompts, 1, np.diff(order.first_sample)).astype(np.int32))
+            if content is not None:
+                writer.append_fixed("rows/content", np.asarray(content, np.uint64))
             done = 0
             ends = np.concatenate([[0], np.cumsum(order.bytes)])[order.first_sample]
             for start, stop in cuts_by_bytes(ends, block_bytes):
@@ -256,8 +281,7 @@ def _gather(order: _Order, start: int, stop: int) -> Table:
     touched, begins = np.unique(segment[by_segment], return_index=True)
     groups = np.split(by_segment, begins[1:])
     tables = [
-        order.segments[number].table().take(entry[group])
-        for number, group in zip(touched.tolist(), groups, strict=True)
+        order.segments[number].take(entry[group]) for number, group in zip(touched.tolist(), groups, strict=True)
     ]
     back = np.empty(stop - start, np.int64)
     back[by_segment] = np.arange(stop - start)

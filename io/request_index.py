@@ -19,7 +19,7 @@ import os
 import re
 import stat
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.errors import InputError, InternalError, MissingError
+from bgmpi.input_shard import InputShard
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -61,7 +62,8 @@ class RequestIndex:
     order or among other rows; equal lines differ by how often they came before.  `first_chat_line` is 0 when no row is
     a chat.  `priority` int32 [rows], 0 where none is given; `deadline` float32 [rows], seconds, infinity where none is
     given; each None when no row has one; what cannot be read counts as not given, for its row is refused later.
-    `size` and `sha256` are of the whole file.
+    `size` and `sha256` are of the whole file, and so are `content` and `first_chat_line` where only a `shard` of its
+    rows is here: row i is then row `number(i)` of the file's `file_rows`.
     """
 
     offset: NDArray[np.int64]
@@ -76,6 +78,8 @@ class RequestIndex:
     max_line_bytes: int
     priority: NDArray[np.int32] | None = None
     deadline: NDArray[np.float32] | None = None
+    shard: InputShard | None = None
+    file_rows: int = -1
 
     def __post_init__(self) -> None:
         """Raise InternalError where a part of the rows was taken and not of all columns."""
@@ -92,9 +96,33 @@ class RequestIndex:
         """Whether any row is a chat."""
         return self.first_chat_line > 0
 
+    @property
+    def key(self) -> str:
+        """What tells these rows from those of any other input or shard, hex."""
+        return input_key(self.sha256, self.shard)
+
+    def number(self, row: int) -> int:
+        """Return which row of the file row `row` is."""
+        return row if self.shard is None else self.shard.number + row * self.shard.count
+
+    def only(self, shard: InputShard) -> RequestIndex:
+        """Return the index of one shard of a whole file's rows."""
+        mine = slice(shard.number, None, shard.count)
+        return replace(
+            self, offset=self.offset[mine].copy(), length=self.length[mine].copy(), line=self.line[mine].copy(),
+            samples=self.samples[mine].copy(), prompts=self.prompts[mine].copy(), content=self.content[mine].copy(),
+            priority=None if self.priority is None else self.priority[mine].copy(),
+            deadline=None if self.deadline is None else self.deadline[mine].copy(), shard=shard, file_rows=len(self),
+        )
+
     def first_sequence(self) -> NDArray[np.int64]:
         """Return the number of each row's first sequence, int64 [rows + 1]; the last is the number of sequences."""
         return np.concatenate(([0], np.cumsum(self.samples, dtype=np.int64)))
+
+
+def input_key(sha256: str, shard: InputShard | None) -> str:
+    """Return what tells the rows of a file, or of one shard of it, from all others, in hex."""
+    return sha256 if shard is None else hashlib.sha256(f"{sha256} shard {shard}".encode()).hexdigest()
 
 
 class _Body(msgspec.Struct):

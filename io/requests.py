@@ -204,7 +204,7 @@ class RequestReader:
         fields.number("deadline_s", 0, MOST_DEADLINE)
         limits, chat = self._limits, url == CHAT_URL
         sampling = read_sampling(
-            fields, chat=chat, seed=row_seed(limits.job_seed, row), defaults=limits.defaults,
+            fields, chat=chat, seed=row_seed(limits.job_seed, self._index.number(row)), defaults=limits.defaults,
             max_logprobs=limits.max_logprobs, known=self._known)
         read_prompts = self._prompts.read_chat if chat else self._prompts.read_completion
         prompts = read_prompts(fields, answer=sampling.max_tokens != 0)

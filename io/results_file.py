@@ -95,6 +95,10 @@ class Results:
         except OSError as error:
             raise InputError(f"{self.path}: dataset {path!r} is damaged and cannot be read: {error}") from error
 
+    def has(self, path: str) -> bool:
+        """Say whether there is a dataset `path`: files of older versions lack some."""
+        return path in self._file
+
     @property
     def status(self) -> NDArray[np.int8]:
         """Status of every row, int8 [rows]: 0 done, 1 error."""

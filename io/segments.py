@@ -28,7 +28,7 @@ import h5py
 import numpy as np
 
 from bgmpi.errors import InternalError, WriteError
-from bgmpi.io.columns import DTYPES, FIXED, OFFSETS, RAGGED, Array, Table, from_answers
+from bgmpi.io.columns import DTYPES, FIXED, OFFSETS, RAGGED, Array, Index, Table, from_answers
 from bgmpi.io.durable import make_folder, remove_if_there, write_durably
 from bgmpi.io.journal import PREFIX, PROGRESS, SEGMENT, Entry, JournalWriter
 from bgmpi.request import Answer, Finish
@@ -118,10 +118,14 @@ class SegmentWriter:
         """
         if not self._buffer:
             return None
-        entry = self._write("segment", SEGMENT, self._buffer)
+        entry = self.write(from_answers(self._buffer))
         self._buffer.clear()
         self._buffered_bytes = 0
         return entry
+
+    def write(self, table: Table) -> Entry:
+        """Write answers that are columns already as one segment, past the buffer; raise WriteError."""
+        return self._write("segment", SEGMENT, table)
 
     def save_progress(self, unfinished: list[Answer]) -> None:
         """Write what unfinished sequences have so far, in place of what was written before; raise WriteError.
@@ -130,18 +134,18 @@ class SegmentWriter:
         """
         if not unfinished and self._progress is None:
             return
-        entry = self._write("progress", PROGRESS, unfinished)
+        entry = self._write("progress", PROGRESS, from_answers(unfinished))
         if self._progress is not None:
             remove_if_there(self._progress)
         self._progress = self.folder / entry.name
 
-    def _write(self, word: str, kind: Literal["segment", "progress"], answers: list[Answer]) -> Entry:
-        image = segment_image(from_answers(answers))
+    def _write(self, word: str, kind: Literal["segment", "progress"], table: Table) -> Entry:
+        image = segment_image(table)
         name = f"{word}-{self._name}-{self._written:06d}.h5"
         self._written += 1
         write_durably(self.folder / name, image)
         sha256 = hashlib.sha256(image).hexdigest()
-        entry = Entry(name, len(answers), len(image), sha256, kind, self._clock())
+        entry = Entry(name, table.entries, len(image), sha256, kind, self._clock())
         self._journal.append(entry)
         return entry
 
@@ -230,6 +234,10 @@ class Segment:
             return {name: self._column(mapped, name) for name in names}
 
         return Table(self.entries, columns(FIXED), columns(OFFSETS), columns(RAGGED))
+
+    def take(self, entry: Index) -> Table:
+        """Return the entries `entry` int64 [k], in that order."""
+        return self.table().take(entry)
 
     def _column(self, mapped: mmap.mmap, name: str) -> Array:
         offset, shape = self._places[name]

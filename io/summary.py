@@ -29,13 +29,15 @@ def inspect(path: str | os.PathLike[str], rows: int = 0) -> str:
 
 def _head(results: Results) -> list[str]:
     about = results.attributes
-    return [
+    shard = f"{about['shard']} of {about['shards']}, of {about['input_rows']} rows" if "shard" in about else ""
+    lines = [
         f"{results.path}: {len(results)} rows, {int(results.first_sample[-1])} samples, complete",
         f"  written   {about['created_utc']} by {about['creator']}",
         f"  model     {about['model']}",
         f"  input     {about['input_path']} ({about['input_bytes']} bytes)",
         f"  layout    {about['layout']}",
     ]
+    return [*lines, f"  shard     {shard}"] if shard else lines
 
 
 def _counts(results: Results) -> list[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from results_for_tests import answer, error
 
 from bgmpi.io.attempts import GONE, RowMap
 from bgmpi.io.collected import begun, collect
-from bgmpi.io.segments import SegmentWriter, attempt_of
+from bgmpi.io.segments import SEGMENT_VERSION, SegmentWriter, attempt_of
 from bgmpi.request import Answer, Finish
 
 
@@ -81,11 +82,29 @@ def test_only_the_last_progress_of_a_writer_is_there_and_the_longest_of_all_coun
         writer.close()
     assert len(list(tmp_path.glob("progress-*"))) == 2
     maps = {1: RowMap()}
-    found = begun(tmp_path, maps, collect(tmp_path, maps))
+    found = begun(maps, collect(tmp_path, maps))
     assert {name: len(one.tokens) for name, one in found.items()} == {(0, 0): 4, (2, 1): 5}
     write(tmp_path, 2, answer(0))
     maps = {1: RowMap(np.array([5, 5, GONE, 5])), 2: RowMap()}
-    assert not begun(tmp_path, maps, collect(tmp_path, maps)).keys() - {(5, 0)}
+    assert not begun(maps, collect(tmp_path, maps)).keys() - {(5, 0)}
+
+
+def test_files_of_another_version_are_named_and_the_others_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attempt, version in ((1, 99), (2, SEGMENT_VERSION)):
+        monkeypatch.setattr("bgmpi.io.segments.SEGMENT_VERSION", version)
+        with SegmentWriter(tmp_path, 0, attempt=attempt) as writer:
+            writer.add(answer(attempt))
+            writer.flush()
+            writer.save_progress([unfinished(5 * attempt, 0, 4)])
+    maps = {1: RowMap(), 2: RowMap()}
+    found = collect(tmp_path, maps)
+    assert found.row.tolist() == [2] and list(begun(maps, found)) == [(10, 0)]
+    named = sorted(sentence.split("-")[0] for sentence in found.damaged)
+    assert named == ["progress", "segment"]
+    assert all("expected bgmpi-segment 1, got bgmpi-segment 99" in sentence for sentence in found.damaged)
+    assert "nothing is known of attempt 2" in " ".join(collect(tmp_path, {1: RowMap()}).damaged)
 
 
 def test_a_sequence_that_ended_later_has_no_progress(tmp_path: Path) -> None:
@@ -93,4 +112,4 @@ def test_a_sequence_that_ended_later_has_no_progress(tmp_path: Path) -> None:
         writer.save_progress([unfinished(0, 0, 2), unfinished(1, 0, 2)])
     write(tmp_path, 2, answer(0))
     maps = {1: RowMap(), 2: RowMap()}
-    assert list(begun(tmp_path, maps, collect(tmp_path, maps))) == [(1, 0)]
+    assert list(begun(maps, collect(tmp_path, maps))) == [(1, 0)]

@@ -19,6 +19,7 @@ TYPED = {
     "log_level": "debug", "gpu_memory_utilization": "0.5", "top_p": "0.5", "min_p": "0.5", "stream_kv": "off",
     "hold_policy": "longest-decoded", "drill": "yield=2,migrate=3", "resume": "must",
     "on_rank_death": "shrink",
+    "shard": "2/7",
 }
 
 

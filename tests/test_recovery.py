@@ -8,23 +8,29 @@ import numpy as np
 import pytest
 
 from bgmpi.errors import UsageError
-from bgmpi.recovery import Found, Start, differences, ended_sequences, how_to_start, restoring_pays
+from bgmpi.recovery import Found, Rows, Start, differences, ended_sequences, how_to_start, restoring_pays
 
 SAME = {"model": "a", "temperature": "0.0"}
 OTHER = {"model": "a", "temperature": "0.7"}
 
 
-def start(found: Found, resume: str = "auto", overwrite: bool = False, requeued: bool = False) -> Start:
-    return how_to_start(found, SAME, resume=resume, overwrite=overwrite, requeued=requeued)
+def start(found: Found, resume: str = "auto", overwrite: bool = False, **more: bool) -> Start:
+    return how_to_start(found, SAME, resume=resume, overwrite=overwrite, **{"requeued": False, **more})
 
 
-NONE = Found("r.h5")
-PARTS = Found("r.h5", parts=SAME)
-OTHER_PARTS = Found("r.h5", parts=OTHER)
-WHOLE = Found("r.h5", exists=True, whole=True, settings=SAME)
-OTHER_INPUT = Found("r.h5", exists=True, whole=False, settings=SAME)
-OTHER_SETTINGS = Found("r.h5", exists=True, whole=True, settings=OTHER)
-FOREIGN = Found("r.h5", exists=True)
+def at(**facts: Any) -> Found:
+    return Found("r.h5", "r.h5.parts", **facts)
+
+
+NONE = at()
+PARTS = at(parts=SAME)
+OTHER_PARTS = at(parts=OTHER)
+WHOLE = at(exists=True, whole=True, settings=SAME, rows=Rows(10))
+WHOLE_WITH_ERRORS = at(exists=True, whole=True, settings=SAME, rows=Rows(10, failed=2))
+OTHER_INPUT = at(exists=True, settings=SAME, rows=Rows(8, new=3, gone=2))
+OTHER_INPUT_OLD_FILE = at(exists=True, settings=SAME)
+OTHER_SETTINGS = at(exists=True, whole=True, settings=OTHER, rows=Rows(10))
+FOREIGN = at(exists=True)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +52,19 @@ FOREIGN = Found("r.h5", exists=True)
         (OTHER_INPUT, {"overwrite": True}, Start.FRESH),
         (OTHER_SETTINGS, {"overwrite": True, "requeued": True}, Start.FRESH),
         (FOREIGN, {"overwrite": True}, Start.FRESH),
+        (FOREIGN, {"overwrite": True, "resume": "force"}, Start.FRESH),
+        (PARTS, {"retry_failed": True}, Start.RESUME),
+        (WHOLE, {"retry_failed": True}, Start.NOTHING),
+        (WHOLE, {"resume": "must", "overwrite": True}, Start.NOTHING),
+        (WHOLE_WITH_ERRORS, {}, Start.NOTHING),
+        (WHOLE_WITH_ERRORS, {"retry_failed": True}, Start.REOPEN),
+        (WHOLE_WITH_ERRORS, {"retry_failed": True, "resume": "must"}, Start.REOPEN),
+        (WHOLE_WITH_ERRORS, {"retry_failed": True, "overwrite": True}, Start.FRESH),
+        (OTHER_INPUT, {"resume": "must"}, Start.REOPEN),
+        (OTHER_INPUT, {"resume": "force"}, Start.REOPEN),
+        (OTHER_INPUT, {"resume": "must", "overwrite": True}, Start.REOPEN),
+        (OTHER_INPUT_OLD_FILE, {"overwrite": True}, Start.FRESH),
+        (OTHER_SETTINGS, {"resume": "force"}, Start.REOPEN),
     ],
 )
 def test_how_an_attempt_starts(found: Found, words: dict[str, Any], expected: Start) -> None:
@@ -60,9 +79,15 @@ def test_how_an_attempt_starts(found: Found, words: dict[str, Any], expected: St
         (OTHER_PARTS, {}, "temperature was 0.7, is 0.0.*--resume force.*--overwrite"),
         (OTHER_PARTS, {"resume": "must", "overwrite": True}, "temperature was 0.7, is 0.0"),
         (WHOLE, {"resume": "never"}, "r.h5 exists; pass --overwrite"),
-        (OTHER_INPUT, {}, "is not the answer to this job; pass --overwrite"),
-        (OTHER_SETTINGS, {}, "is not the answer to this job"),
-        (FOREIGN, {}, "is not the answer to this job"),
+        (OTHER_INPUT, {}, "3 rows .* new or edited, 2 .* are gone, 8 have .*--resume must to keep.*--overwrite"),
+        (OTHER_INPUT, {"retry_failed": True}, "are new or edited"),
+        (OTHER_INPUT_OLD_FILE, {}, "cannot be told, .*before outputs had hashes of their rows; pass --overwrite"),
+        (OTHER_INPUT_OLD_FILE, {"resume": "must"}, "before outputs had hashes"),
+        (OTHER_SETTINGS, {}, "is not the answer to this job, .*temperature was 0.7, is 0.0.*--resume force to keep"),
+        (OTHER_SETTINGS, {"resume": "must", "overwrite": True}, "temperature was 0.7, is 0.0"),
+        (FOREIGN, {}, "is not the answer to this job; pass --overwrite"),
+        (FOREIGN, {"resume": "must"}, "is not the answer to this job; pass --overwrite"),
+        (FOREIGN, {"resume": "force"}, "is not the answer to this job; pass --overwrite"),
     ],
 )
 def test_what_only_the_user_can_decide_is_refused(found: Found, words: dict[str, Any], told: str) -> None:

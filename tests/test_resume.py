@@ -198,8 +198,6 @@ def test_the_whole_answer_is_not_computed_again(work: tuple[Path, Path, Answers]
     ended = run(1, *words(model, requests, output), expect=3)
     assert "nothing is left to do" in ended.stderr and output.stat().st_mtime_ns == stamp
     assert "completed in" in ended.stdout and "1 invalid_request_error" in ended.stdout
-    ended = run(1, *words(model, requests, output, "--retry-failed"), expect=2)
-    assert "is published" in ended.stderr and "--overwrite" in ended.stderr
     ended = run(1, *words(model, requests, output, "--resume", "never"), expect=2)
     assert "pass --overwrite" in ended.stderr
     run(1, *words(model, requests, output, "--overwrite"), expect=3)
