@@ -176,7 +176,7 @@ class _Life:
         for launched, counts in of_sequence.items():
             cost = self.outcomes[launched]
             cost.most = max(cost.most, *counts.values())
-            # A round is saved at its end; where the interval is longer, seconds tell, and no test should depend on them.
+            # A round is saved at its end; where the interval is longer, seconds tell, and no test depends on them.
             if not cost.kill.interval and cost.most > ROUND_STEPS:
                 cost.faults.append(f"{cost.kill}: {cost.most} tokens of one sequence were drawn again, a round has "
                                    f"{ROUND_STEPS}: {dict(counts)}")  # fmt: skip

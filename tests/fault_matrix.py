@@ -27,8 +27,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a job's life.  least: ranks that it needs; drill: the primitive that must be forced; nodes: where no
-    rank may be alone on its node, or none: as `least` says."""
+    """A phase of a job's life.  least: ranks that it needs; drill: the primitive that must be forced."""
 
     name: str
     instants: tuple[Instant, ...]
@@ -144,16 +143,17 @@ VICTIMS = {"alone": (), "mpiexec": ("all", "launcher"), "slurm": ("step", "batch
 RANDOM = "any time"
 
 
-def kills(launcher: str, ranks: int, *, nodes: int = 1, rounds: int = 1) -> list[Kill]:
-    """Return every phase that so many ranks have, once for each victim; `rounds` times, each with other instants."""
+def kills(launcher: str, ranks: int, *, nodes: int = 1, rounds: int = 1, turn: int = 0) -> list[Kill]:
+    """Return every phase that so many ranks have, once for each victim, `rounds` times, each time at another instant;
+    turn: the first instant of a phase to take."""
     single = [str(ranks - 1), "0"] if ranks > 1 else ["0"]
     victims = [*single[:1], *VICTIMS[launcher], *single[1:]]
     made = []
     for phase in PHASES:
-        turn = count()
+        turns = count(turn)
         for victim in victims * rounds if ranks >= phase.least else ():
             fitting = [one for one in phase.instants if not (one.lone and victim.isdigit() and victim != "0")]
-            instant = fitting[next(turn) % len(fitting)]
+            instant = fitting[next(turns) % len(fitting)]
             made.append(Kill(phase.name, launcher, ranks, victim, instant, phase.drill, nodes))
     return made
 

@@ -16,11 +16,13 @@ import checkpoints
 import h5py
 import jobs
 import pytest
-from fault_lives import ROUND_STEPS, SLOTS, Job, Outcome, as_json, live, start_here, table, text, words_of
-from fault_matrix import PHASES, VICTIMS, Instant, Kill, kills, random_kills
+from fault_lives import Job, Outcome, as_json, live, start_here, table, text, words_of
+from fault_matrix import PHASES, RANDOM, VICTIMS, Instant, Kill, kills, random_kills
+from fault_slurm import SlurmStart
 from kill_at import find
 from launch import launch, script
 from tokenizers_for_tests import make_tokenizer
+from virtual_nodes import virtual_nodes
 
 LEAST_KILLS = 200
 
@@ -49,3 +51,99 @@ def make_job(root: Path) -> Job:
     with h5py.File(root / "whole.h5") as file:
         chosen = file["logprobs/chosen"][:]
     return Job(model, requests, first, jobs.tokens_of(root / "whole.h5"), chosen)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return make_job(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.fixture(scope="module")
+def seen(request: pytest.FixtureRequest) -> Iterator[list[Outcome]]:
+    """All that the tests of this file saw; told at the end."""
+    outcomes: list[Outcome] = []
+    yield outcomes
+    if outcomes:
+        build = request.config.rootpath / ".build"
+        build.mkdir(exist_ok=True)
+        (build / "fault-matrix.json").write_text(as_json(outcomes))
+        terminal = request.config.pluginmanager.get_plugin("terminalreporter")
+        terminal.write_line(f"\n\n{text(table(outcomes))}\n")
+
+
+def require(outcomes: Sequence[Outcome], seen: list[Outcome]) -> None:
+    """Fail with all that broke a law, and where a kill at a named site never happened."""
+    seen += outcomes
+    told = [fault for one in outcomes for fault in one.faults]
+    missed = [one.kill for one in outcomes if not one.struck and one.kill.phase != RANDOM]
+    told += [f"no start ever came to {kill}" for kill in missed]
+    assert not told, "\n".join(told)
+
+
+def mixed(*lists: Sequence[Kill]) -> list[Kill]:
+    """Take from each list in turn, so that a job goes on with another number of ranks each time."""
+    return [kill for kills in zip_longest(*lists) for kill in kills if kill is not None]
+
+
+def everything() -> Mapping[str, list[Kill]]:
+    """Return the whole matrix, in the pieces that one test each makes."""
+    return {
+        "one rank": kills("alone", 1, rounds=9),
+        "mpiexec, two ranks and one": mixed(kills("mpiexec", 2), kills("mpiexec", 1)),
+        "mpiexec, four ranks and two": mixed(kills("mpiexec", 4), kills("mpiexec", 2, turn=2)[::3]),
+        "any time, one rank": random_kills("alone", 1, 24, seed=1),
+        "any time, several": mixed(random_kills("mpiexec", 2, 16, seed=2), random_kills("mpiexec", 4, 8, seed=3)),
+        "slurm, several nodes": mixed(kills("slurm", 2, nodes=2), random_kills("slurm", 4, 4, seed=4, nodes=2)),
+        "slurm, one node": mixed(kills("slurm", 2, turn=1)[1::2], random_kills("slurm", 1, 2, seed=5)),
+    }
+
+
+def sites() -> list[Instant]:
+    return [instant for phase in PHASES for instant in phase.instants]
+
+
+def test_every_site_of_the_matrix_is_there() -> None:
+    for instant in sites():
+        owner, name, _ = find(instant.site)
+        assert callable(getattr(owner, name)), instant
+
+
+def test_the_matrix_has_every_phase_victim_and_site_and_enough_kills() -> None:
+    pieces = everything()
+    made = [kill for piece in pieces.values() for kill in piece]
+    assert len(made) >= LEAST_KILLS
+    assert {instant.site for instant in sites()} <= {kill.instant.site for kill in made}
+    for phase in PHASES:
+        victims = {(kill.launcher, kill.victim) for kill in made if kill.phase == phase.name}
+        assert {("mpiexec", name) for name in ("0", "1", "3", *VICTIMS["mpiexec"])} <= victims, phase
+        assert {("slurm", name) for name in ("0", "1", *VICTIMS["slurm"])} <= victims, phase
+
+
+def test_a_few_kills_lose_and_double_nothing(job: Job, seen: list[Outcome], tmp_path: Path) -> None:
+    """Six of those on one rank, in one job: `make test-faults` makes all of them."""
+    wanted = [kill for kill in kills("alone", 1, rounds=5) if kill.phase in (
+        "decode", "segment not in journal", "journal line", "publication")][::4]  # fmt: skip
+    require(live(job, wanted, tmp_path), seen)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("piece", [name for name in everything() if "slurm" not in name])
+def test_no_kill_loses_or_doubles_a_row(piece: str, job: Job, seen: list[Outcome], tmp_path: Path) -> None:
+    wanted = everything()[piece]
+    if any(kill.ranks > 1 for kill in wanted):
+        require(live(job, wanted, tmp_path), seen)
+        return
+    with ThreadPoolExecutor(2) as side_by_side:  # one rank each
+        halves = [side_by_side.submit(live, job, wanted[at::2], tmp_path / str(at), start_here) for at in range(2)]
+        require([one for half in halves for one in half.result()], seen)
+
+
+@pytest.mark.faults
+@pytest.mark.slurm
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("piece", [name for name in everything() if "slurm" in name])
+def test_no_kill_under_slurm_loses_or_doubles_a_row(piece: str, job: Job, seen: list[Outcome], tmp_path: Path) -> None:
+    with virtual_nodes(4) as nodes:
+        start = SlurmStart(nodes.environment, tmp_path / "stand-in")
+        require(live(job, everything()[piece], tmp_path, start), seen)
