@@ -74,6 +74,7 @@ def look(job: Job, environ: Mapping[str, str], stack: ExitStack) -> Resumption:
         )
     if start is Start.NOTHING:
         _LOG.info("%s holds the whole answer to this job: nothing is left to do", config.output_file)
+        remove_parts(folder)  # a kill may have come while they were removed
         return Resumption(0, start, nothing, {}, summary=_summary(Path(config.output_file)))
     if start is Start.FRESH:
         return Resumption(1, start, nothing, {})

@@ -35,6 +35,8 @@ from bgmpi.request import Answer, Finish
 
 SEGMENT_FORMAT = "bgmpi-segment"
 SEGMENT_VERSION = 1
+#: Columns that collecting needs: the offsets of the others, last, tell how much an answer takes.
+NUMBERS = ("samples/row", "samples/sample", "errors/present", *OFFSETS)
 
 
 def parts_folder(output: str | os.PathLike[str]) -> Path:
@@ -200,12 +202,14 @@ class Segment:
     """One whole segment (the journal says which are), read through a memory map.
 
     Only the places of its columns are kept; each `table()` maps the file anew and the map lives as long as its columns,
-    so thousands of segments need neither memory nor open files.
+    so thousands of segments need neither memory nor open files.  Finding a place costs more than reading a number, so
+    most columns are found when they are first asked for.
     """
 
     def __init__(self, path: Path) -> None:
-        """Find the columns of `path`; raise InternalError when it is not a segment of this version."""
+        """Find the columns of numbers of `path`; raise InternalError when it is not a segment of this version."""
         self.path = path
+        self._places: dict[str, tuple[int | None, tuple[int, ...]]] = {}
         try:
             with h5py.File(path, "r", locking=False) as file:
                 found = (file.attrs.get("format"), file.attrs.get("format_version"))
@@ -214,12 +218,29 @@ class Segment:
                         f"{path}: expected {SEGMENT_FORMAT} {SEGMENT_VERSION}, got {found[0]} {found[1]}"
                     )
                 self.entries = int(file.attrs["records"])
-                self._places = {name: _place(file, name) for name in (*FIXED, *OFFSETS, *RAGGED)}
+                self._find(file, NUMBERS)
         except (OSError, KeyError) as error:
             raise InternalError(f"segment {path} cannot be read: {error}") from error
 
+    def numbers(self) -> Table:
+        """Map the columns `NUMBERS` alone: whose answers they are, and how much each takes."""
+        return self._mapped(NUMBERS[: -len(OFFSETS)], OFFSETS, ())
+
     def table(self) -> Table:
         """Map every column; an answer costs memory when it is touched."""
+        names = (*FIXED, *OFFSETS, *RAGGED)
+        try:
+            if len(self._places) < len(names):
+                with h5py.File(self.path, "r", locking=False) as file:
+                    self._find(file, names)
+        except (OSError, KeyError) as error:
+            raise InternalError(f"segment {self.path} cannot be read: {error}") from error
+        return self._mapped(FIXED, OFFSETS, RAGGED)
+
+    def _find(self, file: h5py.File, names: Iterable[str]) -> None:
+        self._places |= {name: _place(file, name) for name in names if name not in self._places}
+
+    def _mapped(self, fixed: Iterable[str], offsets: Iterable[str], ragged: Iterable[str]) -> Table:
         try:
             with open(self.path, "rb") as source:
                 mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
@@ -229,7 +250,7 @@ class Segment:
         def columns(names: Iterable[str]) -> dict[str, Array]:
             return {name: self._column(mapped, name) for name in names}
 
-        return Table(self.entries, columns(FIXED), columns(OFFSETS), columns(RAGGED))
+        return Table(self.entries, columns(fixed), columns(offsets), columns(ragged))
 
     def _column(self, mapped: mmap.mmap, name: str) -> Array:
         offset, shape = self._places[name]
