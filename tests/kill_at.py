@@ -124,8 +124,9 @@ def _note_draws(folder: str) -> None:
 
 def _note_strike(folder: str) -> None:
     mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
-    with open(f"{folder}/struck-{os.getpid()}", "x", encoding="ascii") as file:
-        json.dump({"seconds": time.time(), "shared": sorted(set(mapped))}, file)
+    note = Path(folder) / f".struck-{os.getpid()}"
+    note.write_text(json.dumps({"seconds": time.time(), "shared": sorted(set(mapped))}))
+    os.rename(note, note.with_name(note.name[1:]))  # another rank's kill may come here
 
 
 def _strike(victim: str, number: int) -> None:
