@@ -3,7 +3,7 @@
 A `SegmentWriter` buffers answers and turns them into one segment at a time: the file is built in memory, written to a
 temporary name, fsynced, renamed, the folder fsynced, and only then named in the rank's journal (design section 7).  A
 kill at any instant loses the buffer and nothing else.  What unfinished sequences have so far is written in the same
-way (`save_progress`), one file a rank, each taking the place of the one before.  No MPI here, no lock, no file that is
+way (`save_progress`), a few files a rank, the newest in place of the oldest.  No MPI here, no lock, no file that is
 opened twice for writing: rejected were parallel HDF5 (needs its own build, hangs on empty ranks) and appending to one
 file (a kill tears it).
 
@@ -30,7 +30,7 @@ import numpy as np
 from bgmpi.errors import InternalError, WriteError
 from bgmpi.io.columns import DTYPES, FIXED, OFFSETS, RAGGED, Array, Table, from_answers
 from bgmpi.io.durable import make_folder, remove_if_there, write_durably
-from bgmpi.io.journal import PREFIX, PROGRESS, SEGMENT, Entry, JournalWriter
+from bgmpi.io.journal import PREFIX, PROGRESS, PROGRESS_KEPT, SEGMENT, Entry, JournalWriter
 from bgmpi.request import Answer, Finish
 
 SEGMENT_FORMAT = "bgmpi-segment"
@@ -77,7 +77,7 @@ class SegmentWriter:
         self._buffered_bytes = 0
         self._oldest = 0.0
         self._written = 0
-        self._progress: Path | None = None
+        self._progress: list[Path] = []
         make_folder(self.folder)
         self._journal = JournalWriter(self.folder / f"{PREFIX}{self._name}.jsonl")
 
@@ -126,16 +126,17 @@ class SegmentWriter:
         return entry
 
     def save_progress(self, unfinished: list[Answer]) -> None:
-        """Write what unfinished sequences have so far, in place of what was written before; raise WriteError.
+        """Write what unfinished sequences have so far, and remove what no longer counts (`PROGRESS_KEPT`); raise
+        WriteError.
 
         Call it with no buffered answers: an answer and its own progress would both be there.
         """
-        if not unfinished and self._progress is None:
+        if not unfinished and not self._progress:
             return
         entry = self._write("progress", PROGRESS, unfinished)
-        if self._progress is not None:
-            remove_if_there(self._progress)
-        self._progress = self.folder / entry.name
+        self._progress.append(self.folder / entry.name)
+        while len(self._progress) > PROGRESS_KEPT:
+            remove_if_there(self._progress.pop(0))
 
     def _write(self, word: str, kind: Literal["segment", "progress"], answers: list[Answer]) -> Entry:
         image = segment_image(from_answers(answers))

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import h5py
 import numpy as np
-from fault_matrix import RANDOM, Kill
+from fault_matrix import Kill
 from kill_at import NOBODY, kill_words, read_notes, tagged
 from launch import Ended, launch, mpiexec
 
@@ -92,7 +92,7 @@ def live(job: Job, kills: Iterable[Kill], folder: Path, start: Start = start_her
             outcome = life.launch(kill)
             if outcome.struck:
                 continue
-            if kill.phase != RANDOM and again and len(life.outcomes) > 1:  # an old job was too near its end: a new one
+            if kill.instant.when != "ms" and again and len(life.outcomes) > 1:  # the job was too near its end
                 life.outcomes.pop()
                 queue.appendleft((kill, False))
             break
@@ -177,9 +177,11 @@ class _Life:
             cost = self.outcomes[launched]
             cost.most = max(cost.most, *counts.values())
             # A round is saved at its end; where the interval is longer, seconds tell, and no test depends on them.
-            if not cost.kill.interval and cost.most > ROUND_STEPS:
-                cost.faults.append(f"{cost.kill}: {cost.most} tokens of one sequence were drawn again, a round has "
-                                   f"{ROUND_STEPS}: {dict(counts)}")  # fmt: skip
+            # Who is asked to stop saves what there is.
+            allowed = 0 if cost.kill.asks else ROUND_STEPS if not cost.kill.interval else cost.most
+            if cost.most > allowed:
+                cost.faults.append(f"{cost.kill}: {cost.most} tokens of one sequence were drawn again, {allowed} may "
+                                   f"be: {dict(counts)}")  # fmt: skip
 
     def _finished(self, outcome: Outcome) -> set[int]:
         """Return the sequences whose answers valid segments hold, or the published file."""
@@ -199,6 +201,8 @@ class _Life:
         """Check what lies there after a kill."""
         if kill.victim.isdigit() and ended.returncode in (0, 2, 3):
             outcome.faults.append(f"a launch with a killed rank ended with {ended.returncode}")
+        if kill.asks and ended.returncode not in (3, 75):
+            outcome.faults.append(f"a launch that was asked to stop ended with {ended.returncode}, expected 75")
         for path in sorted(self.output.parent.rglob("*.h5")):
             try:
                 with h5py.File(path, "r") as file:

@@ -37,8 +37,8 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill.  launcher: alone, mpiexec or slurm; ranks, nodes: of the launch that it ends; victim, instant: as
-    `kill_at` takes them; drill, interval: options of the job."""
+    """One kill, or another signal.  launcher: alone, mpiexec or slurm; ranks, nodes: of the launch that it ends; victim
+    (with its signal), instant: as `kill_at` takes them; drill, interval: options of the job."""
 
     phase: str
     launcher: str
@@ -48,6 +48,11 @@ class Kill:
     drill: str = ""
     nodes: int = 1
     interval: float = 0.0
+
+    @property
+    def asks(self) -> bool:
+        """Whether it only asks the job to stop."""
+        return ":" in self.victim
 
     def __str__(self) -> str:
         where = f"{self.instant.when} {self.instant.count} {self.instant.site}"
@@ -140,6 +145,8 @@ PHASES = (
 
 #: Who can be killed under a launcher, beside single ranks.  One rank without a launcher has only itself.
 VICTIMS = {"alone": (), "mpiexec": ("all", "launcher"), "slurm": ("step", "batch")}
+#: Signals that ask: the job stops at a step boundary, everything saved.
+SIGNALS = ("TERM", "USR1")
 RANDOM = "any time"
 
 
@@ -158,13 +165,30 @@ def kills(launcher: str, ranks: int, *, nodes: int = 1, rounds: int = 1, turn: i
     return made
 
 
-def random_kills(launcher: str, ranks: int, number: int, *, seed: int, nodes: int = 1) -> list[Kill]:
-    """Return kills at random times of a job's first seconds, at random checkpoint intervals."""
+def signals(launcher: str, ranks: int, *, nodes: int = 1, turn: int = 0) -> list[Kill]:
+    """Return both signals in every phase that so many ranks have, to the last rank and to the first."""
+    made = []
+    for phase in PHASES:
+        instants = [one for one in phase.instants if one.when != "half"]
+        for place, (rank, name) in enumerate(zip((ranks - 1, 0), SIGNALS, strict=True), turn):
+            fitting = [one for one in instants if not (one.lone and rank)] if ranks >= phase.least else []
+            if fitting:
+                instant = fitting[place % len(fitting)]
+                what = f"{phase.name}, signal"
+                made.append(Kill(what, launcher, ranks, f"{rank}:{name}", instant, phase.drill, nodes))
+    return made
+
+
+def random_kills(
+    launcher: str, ranks: int, number: int, *, seed: int, nodes: int = 1, asks: bool = False
+) -> list[Kill]:
+    """Return kills at random times of a job's first seconds, at random checkpoint intervals; asks: signals instead."""
     draw = np.random.default_rng(seed)
-    victims = [str(rank) for rank in range(ranks)] + list(VICTIMS[launcher])
+    victims = [str(rank) for rank in range(ranks)]
+    victims = [f"{one}:{name}" for one in victims for name in SIGNALS] if asks else [*victims, *VICTIMS[launcher]]
     return [
         Kill(
-            RANDOM, launcher, ranks, str(draw.choice(victims)),
+            f"{RANDOM}, signal" if asks else RANDOM, launcher, ranks, str(draw.choice(victims)),
             Instant("bgmpi.engine:run", "ms", int(draw.integers(50, 1500))),
             str(draw.choice(["", "yield=1", "yield=2,migrate=3,partition=2"])), nodes,
             float(draw.choice([0.0, 0.1, 0.3])),
