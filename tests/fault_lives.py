@@ -12,15 +12,17 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import h5py
+import msgspec
 import numpy as np
 from fault_matrix import Kill
 from kill_at import NOBODY, kill_words, read_notes, tagged
@@ -310,7 +312,20 @@ def text(lines: Sequence[Mapping[str, Any]]) -> str:
     )  # fmt: skip
 
 
-def as_json(outcomes: Sequence[Outcome]) -> str:
+def as_json(outcomes: Sequence[Outcome]) -> bytes:
     """Return the table, and every kill."""
-    each = [asdict(one) for one in outcomes]
-    return json.dumps({"table": table(outcomes), "kills": each}, indent=1)
+    return msgspec.json.format(msgspec.json.encode({"table": table(outcomes), "kills": outcomes}), indent=1)
+
+
+class _Written(msgspec.Struct):
+    kills: list[Outcome]
+
+
+def main() -> None:
+    """Print one table of all files that were written: python fault_lives.py .build/fault-matrix/*.json."""
+    read = [msgspec.json.decode(Path(name).read_bytes(), type=_Written) for name in sys.argv[1:]]
+    print(text(table([one for written in read for one in written.kills])))
+
+
+if __name__ == "__main__":
+    main()
