@@ -106,14 +106,13 @@ def live(job: Job, kills: Iterable[Kill], folder: Path, start: Start = start_her
     return outcomes
 
 
-def words_of(job: Job, output: Path, interval: float, drill: str) -> list[str | Path]:
+def words_of(job: Job, output: Path, interval: float, options: str) -> list[str | Path]:
     """Return the words of `bgmpi run`."""
-    words: list[str | Path] = [
+    return [
         "run", "--model", job.model, "-i", job.requests, "-o", output, "--dtype", "float32", "--check",
         "--checkpoint-interval", str(interval), "--page-tokens", str(ROUND_STEPS), "--max-num-seqs", str(SLOTS),
-        "--progress", "off", "--threads", "1",
+        "--progress", "off", "--threads", "1", *options.split(),
     ]  # fmt: skip
-    return [*words, "--drill", drill] if drill else words
 
 
 class _Life:
@@ -139,7 +138,7 @@ class _Life:
         at = kill.instant
         before = kill_words(kill.victim, at.site, at.when, at.count)
         ended = self._start(
-            kill, [*before, *words_of(self.job, self.output, kill.interval, kill.drill)], {"KILL_NOTES": str(notes)}
+            kill, [*before, *words_of(self.job, self.output, kill.interval, kill.options)], {"KILL_NOTES": str(notes)}
         )
         gone = _wait_until_gone(str(notes), outcome)
         drawn, struck, shared = read_notes(notes)

@@ -27,25 +27,25 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a job's life.  least: ranks that it needs; drill: the primitive that must be forced."""
+    """A phase of a job's life.  least: ranks that it needs; options: of the job, so that it has this phase."""
 
     name: str
     instants: tuple[Instant, ...]
     least: int = 1
-    drill: str = ""
+    options: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
     """One kill, or another signal.  launcher: alone, mpiexec or slurm; ranks, nodes: of the launch that it ends; victim
-    (with its signal), instant: as `kill_at` takes them; drill, interval: options of the job."""
+    (with its signal), instant: as `kill_at` takes them; options, interval (of checkpoints, seconds): of the job."""
 
     phase: str
     launcher: str
     ranks: int
     victim: str
     instant: Instant
-    drill: str = ""
+    options: str = ""
     nodes: int = 1
     interval: float = 0.0
 
@@ -100,19 +100,19 @@ PHASES = (
         Instant("bgmpi.rank:Rank.resume", "before", 2),
         Instant("bgmpi.rank:Rank.resume", "after", 2),
         Instant("bgmpi.executor:Executor.do_combine", "before", 9),
-    ), drill="yield=1"),
+    ), options="--drill yield=1"),
     Phase("migrate", (
         Instant("bgmpi.rank:migrate", "before", 2),
         Instant("bgmpi.migration:_receive", "before", 3),
         Instant("bgmpi.rank:migrate", "after", 2),
         Instant("bgmpi.io.segments:SegmentWriter.save_progress", "before", 3),
-    ), least=2, drill="migrate=1"),
+    ), least=2, options="--drill migrate=1"),
     Phase("partition", (
         Instant("bgmpi.rank:shard", "before"),
         Instant("bgmpi.rank:shard", "after"),
         Instant("bgmpi.rank:unshard", "before"),
         Instant("bgmpi.rank:unshard", "after"),
-    ), least=2, drill="partition=1"),
+    ), least=2, options="--drill partition=1"),
     Phase("segment not renamed", (
         _torn("segment-"), _replace("segment-", "before"), _torn("segment-", 2), _replace("segment-", "before", 2),
     )),
@@ -130,6 +130,13 @@ PHASES = (
         _replace("progress-", "after", 2),
         Instant("bgmpi.io.segments:SegmentWriter.save_progress", "after", 2),
     )),
+    Phase("KV checkpoint", (
+        Instant("bgmpi.saved_kv:save_kv", "before", 2),
+        Instant("bgmpi.io.durable:HdfSink.write", "half", 3),
+        _replace(".kv-", "before", 2),
+        _replace(".kv-", "after", 2),
+        Instant("bgmpi.saved_kv:remove_if_there", "after"),
+    ), options="--checkpoint-kv always"),
     Phase("publication", (
         Instant("bgmpi.engine:_finish", "before"),
         Instant("bgmpi.io.publish:_write_block", "before", lone=True),
@@ -148,6 +155,7 @@ VICTIMS = {"alone": (), "mpiexec": ("all", "launcher"), "slurm": ("step", "batch
 #: Signals that ask: the job stops at a step boundary, everything saved.
 SIGNALS = ("TERM", "USR1")
 RANDOM = "any time"
+_OPTIONS = ("", "--drill yield=1 --checkpoint-kv always", "--drill yield=2,migrate=3,partition=2")
 
 
 def kills(launcher: str, ranks: int, *, nodes: int = 1, rounds: int = 1, turn: int = 0) -> list[Kill]:
@@ -161,7 +169,7 @@ def kills(launcher: str, ranks: int, *, nodes: int = 1, rounds: int = 1, turn: i
         for victim in victims * rounds if ranks >= phase.least else ():
             fitting = [one for one in phase.instants if not (one.lone and victim.isdigit() and victim != "0")]
             instant = fitting[next(turns) % len(fitting)]
-            made.append(Kill(phase.name, launcher, ranks, victim, instant, phase.drill, nodes))
+            made.append(Kill(phase.name, launcher, ranks, victim, instant, phase.options, nodes))
     return made
 
 
@@ -175,7 +183,7 @@ def signals(launcher: str, ranks: int, *, nodes: int = 1, turn: int = 0) -> list
             if fitting:
                 instant = fitting[place % len(fitting)]
                 what = f"{phase.name}, signal"
-                made.append(Kill(what, launcher, ranks, f"{rank}:{name}", instant, phase.drill, nodes))
+                made.append(Kill(what, launcher, ranks, f"{rank}:{name}", instant, phase.options, nodes))
     return made
 
 
@@ -190,7 +198,7 @@ def random_kills(
         Kill(
             f"{RANDOM}, signal" if asks else RANDOM, launcher, ranks, str(draw.choice(victims)),
             Instant("bgmpi.engine:run", "ms", int(draw.integers(50, 1500))),
-            str(draw.choice(["", "yield=1", "yield=2,migrate=3,partition=2"])), nodes,
+            str(draw.choice(_OPTIONS)), nodes,
             float(draw.choice([0.0, 0.1, 0.3])),
         )
         for _ in range(number)

@@ -45,9 +45,9 @@ class SlurmStart:
             "sbatch", "--parsable", "--no-requeue", f"--output={log}", f"--nodes={kill.nodes}",
             f"--ntasks={kill.ranks}", SCRIPT, *at[cut + 1 :],
         ]  # fmt: skip
-        own = {"RUN_VENV": str(self.folder), "KILL_AT": " ".join(at[:cut]), **self.cluster, **environment}
+        own = {"RUN_VENV": str(self.folder), "RUN_ON_STOP": "exit", "KILL_AT": " ".join(at[:cut])}
         began = time.monotonic()
-        told = launch(submit, env=own, cwd=log.parent, expect=0).stdout.strip()
+        told = launch(submit, env={**own, **self.cluster, **environment}, cwd=log.parent, expect=0).stdout.strip()
         state, code = self._wait(told)
         return Ended(("slurm job", told, state), code, log.read_text() if log.exists() else "", "",
                      time.monotonic() - began)  # fmt: skip
