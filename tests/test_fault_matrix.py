@@ -87,37 +87,37 @@ def mixed(*lists: Sequence[Kill]) -> list[Kill]:
 def everything() -> Mapping[str, list[Kill]]:
     """Return the whole matrix, in the pieces that one test each makes."""
     return {
-        "one rank": kills("alone", 1, rounds=9),
-        "mpiexec, two ranks and one": mixed(kills("mpiexec", 2), kills("mpiexec", 1)),
+        "one rank": kills("alone", 1, rounds=6),
+        "mpiexec, two ranks and one": mixed(kills("mpiexec", 2), kills("mpiexec", 1)[2::3]),
         "mpiexec, four ranks and two": mixed(kills("mpiexec", 4), kills("mpiexec", 2, turn=2)[::3]),
         "any time, one rank": random_kills("alone", 1, 24, seed=1),
-        "any time, several": mixed(random_kills("mpiexec", 2, 16, seed=2), random_kills("mpiexec", 4, 8, seed=3)),
+        "any time, several": mixed(random_kills("mpiexec", 2, 12, seed=2), random_kills("mpiexec", 4, 6, seed=3)),
         "signals, one rank": [*signals("alone", 1), *random_kills("alone", 1, 6, seed=6, asks=True)],
         "signals, several": [*signals("mpiexec", 2), *random_kills("mpiexec", 4, 6, seed=7, asks=True)],
-        "slurm, several nodes": mixed(kills("slurm", 2, nodes=2), random_kills("slurm", 4, 4, seed=4, nodes=2)),
+        "slurm, several nodes": mixed(kills("slurm", 2, nodes=2, turn=5), random_kills("slurm", 4, 4, seed=4, nodes=2)),
         "slurm, one node": mixed(kills("slurm", 2, turn=1)[1::2], random_kills("slurm", 1, 2, seed=5)),
     }
 
 
-def sites() -> list[Instant]:
+def instants() -> list[Instant]:
     return [instant for phase in PHASES for instant in phase.instants]
 
 
 def test_every_site_of_the_matrix_is_there() -> None:
-    for instant in sites():
+    for instant in instants():
         owner, name, _ = find(instant.site)
         assert callable(getattr(owner, name)), instant
 
 
-def test_the_matrix_has_every_phase_victim_and_site_and_enough_kills() -> None:
+def test_the_matrix_has_every_instant_and_victim_and_enough_kills() -> None:
     pieces = everything()
     made = [kill for piece in pieces.values() for kill in piece if not kill.asks]
     assert len(made) >= LEAST_KILLS
-    assert {instant.site for instant in sites()} <= {kill.instant.site for kill in made}
+    assert set(instants()) <= {kill.instant for kill in made}
     for phase in PHASES:
         victims = {(kill.launcher, kill.victim) for kill in made if kill.phase == phase.name}
         assert {("mpiexec", name) for name in ("0", "1", "3", *VICTIMS["mpiexec"])} <= victims, phase
-        assert {("slurm", name) for name in ("0", "1", *VICTIMS["slurm"])} <= victims, phase
+        assert {("slurm", name) for name in ("1", *VICTIMS["slurm"])} <= victims, phase
 
 
 def test_a_few_kills_lose_and_double_nothing(job: Job, tmp_path: Path) -> None:
