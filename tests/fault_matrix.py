@@ -155,6 +155,7 @@ VICTIMS = {"alone": (), "mpiexec": ("all", "launcher"), "slurm": ("step", "batch
 #: Signals that ask: the job stops at a step boundary, everything saved.
 SIGNALS = ("TERM", "USR1")
 RANDOM = "any time"
+_FROM = (("bgmpi.engine:run", "ms"), ("bgmpi.engine:_rounds", "ms"))
 _OPTIONS = ("", "--drill yield=1 --checkpoint-kv always", "--drill yield=2,migrate=3,partition=2")
 
 
@@ -190,14 +191,15 @@ def signals(launcher: str, ranks: int, *, nodes: int = 1, turn: int = 0) -> list
 def random_kills(
     launcher: str, ranks: int, number: int, *, seed: int, nodes: int = 1, asks: bool = False
 ) -> list[Kill]:
-    """Return kills at random times of a job's first seconds, at random checkpoint intervals; asks: signals instead."""
+    """Return kills at random times, some from a job's start and more from its first round, at random checkpoint
+    intervals; asks: signals instead."""
     draw = np.random.default_rng(seed)
     victims = [str(rank) for rank in range(ranks)]
     victims = [f"{one}:{name}" for one in victims for name in SIGNALS] if asks else [*victims, *VICTIMS[launcher]]
     return [
         Kill(
             f"{RANDOM}, signal" if asks else RANDOM, launcher, ranks, str(draw.choice(victims)),
-            Instant("bgmpi.engine:run", "ms", int(draw.integers(50, 1500))),
+            Instant(*_FROM[int(draw.integers(4)) > 0], int(draw.integers(10, 700))),
             str(draw.choice(_OPTIONS)), nodes,
             float(draw.choice([0.0, 0.1, 0.3])),
         )
