@@ -70,7 +70,7 @@ test-slurm: $(STAMP)  ## through sbatch, on virtual nodes
 	    echo "Slurm tests SKIPPED, slurmctld is missing: apt-get install -y --no-install-recommends slurm-wlm munge"; \
 	fi
 
-test-faults: $(STAMP)  ## the long part of the kills, which `make test` leaves out
+test-faults: $(STAMP)  ## the kill matrix: half an hour of kills, of which `make test` makes a few
 	$(PYTEST) -m "faults and not gpu" --must-run=faults
 
 # kernels/ and io/ install as bgmpi.kernels and bgmpi.io, which mypy cannot know: it gets the tree as it installs.
@@ -83,7 +83,8 @@ lint: $(STAMP)  ## ruff and mypy
 # --- measure --------------------------------------------------------------------------------------------------------
 
 bench: $(STAMP)  ## every benchmark, quickly
-	@for name in primitive_cost decision hold_policy kv_spill kernels profile_step bct tail; do \
+	@for name in primitive_cost decision hold_policy kv_spill kernels profile_step bct tail checkpoint_cost resume_time \
+	    queue_memory; do \
 	    echo "== $$name"; $(BIN)/python "benchmarks/$$name.py" --quick || exit 1; \
 	done
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, LOCK_NB, flock
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.errors import UsageError
-from bgmpi.io.durable import make_folder, write_durably, write_failed
+from bgmpi.io.durable import make_folder, sync_folder, write_durably, write_failed
 
 Rows = NDArray[np.int64]
 Contents = NDArray[np.uint64]
@@ -35,8 +35,9 @@ _MANIFEST = "attempt-{:04d}.json"
 _ROWS = "rows-{}.h5"
 _NUMBERED = re.compile(r"\.?(?:attempt|journal|segment|progress)-(\d+)")
 LOCK = "lock"
-#: Everything that this room writes, as patterns.
-PATTERNS = ("attempt-*.json", ".attempt-*.tmp", "rows-*.h5", ".rows-*.tmp", LOCK)
+_REMOVED = "removed"
+#: Everything that this room writes, as patterns; the last to be removed last.
+PATTERNS = ("attempt-*.json", ".attempt-*.tmp", "rows-*.h5", ".rows-*.tmp", LOCK, _REMOVED)
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -73,8 +74,11 @@ class RowMap:
 
 
 def read_attempts(folder: Path) -> tuple[tuple[Attempt, ...], tuple[str, ...]]:
-    """Return the attempts whose manifests can be read, oldest first, and one sentence for each that cannot."""
+    """Return the attempts whose manifests can be read, oldest first, and one sentence for each that cannot; none of a
+    folder whose removal has begun."""
     attempts, damaged = [], []
+    if (folder / _REMOVED).exists():
+        return (), ()
     for path in sorted(folder.glob(PATTERNS[0])):
         try:
             attempts.append(msgspec.json.decode(path.read_bytes(), type=Attempt))
@@ -101,6 +105,14 @@ def begin_attempt(
         write_durably(rows, _image(content))
     write_durably(folder / _MANIFEST.format(number), msgspec.json.encode(attempt))
     return attempt
+
+
+def begin_removal(folder: Path) -> None:
+    """Let no attempt of a folder count any more, from one instant to the next: its files go one by one, and half of
+    them would look like a job of which half is lost."""
+    with suppress(OSError):  # a full disk has no room for the mark, and the files still must go
+        (folder / _REMOVED).touch()
+        sync_folder(folder)
 
 
 def row_maps(

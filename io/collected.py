@@ -66,7 +66,7 @@ def collect(folder: Path, maps: Mapping[int, RowMap] | None = None, *, verify: b
     for number, opened in _opened(folder, journal.entries, maps, damaged):
         segments.append(opened)
         attempts.append(number)
-        parts.append(_numbers(opened.table(), maps[number] if maps is not None else RowMap()))
+        parts.append(_numbers(opened.numbers(), maps[number] if maps is not None else RowMap()))
     counts = np.array([len(part[0]) for part in parts], np.int64)
     segment = np.repeat(np.arange(len(segments)), counts)
     attempt = np.repeat(np.array(attempts, np.int64), counts)

@@ -72,6 +72,9 @@ RAGGED: dict[str, tuple[str, np.dtype[Any]]] = {
 
 OFFSETS: tuple[str, ...] = tuple(dict.fromkeys(offsets for offsets, _ in RAGGED.values()))
 
+#: bytes of one value in all columns that share an offsets column.
+_VALUE_BYTES = {at: sum(dtype.itemsize for path, dtype in RAGGED.values() if path == at) for at in OFFSETS}
+
 DTYPES: dict[str, np.dtype[Any]] = {
     **FIXED,
     **dict.fromkeys(OFFSETS, np.dtype(np.int64)),
@@ -117,11 +120,10 @@ class Table:
 
 
 def entry_bytes(table: Table) -> Index:
-    """Return the bytes each entry takes, int64 [entries]."""
-    fixed = sum(column.itemsize for column in table.fixed.values()) + 8 * len(table.offsets)
-    total = np.full(table.entries, fixed, np.int64)
-    for path, column in table.values.items():
-        total += np.diff(table.offsets[RAGGED[path][0]]) * column.itemsize
+    """Return the bytes each entry takes with all its columns, int64 [entries]; only offsets are looked at."""
+    total = np.full(table.entries, sum(dtype.itemsize for dtype in FIXED.values()) + 8 * len(OFFSETS), np.int64)
+    for path in OFFSETS:
+        total += np.diff(table.offsets[path]) * _VALUE_BYTES[path]
     return total
 
 

@@ -4,8 +4,10 @@ Each writer (one rank of one attempt) owns one journal file that it alone create
 a resumed run never appends to a file that a kill may have torn, and a torn last line can never swallow the next record
 (the fault of PyTables-style and JSONL journals).  One line is one JSON object; a line counts only with its newline.
 
-Beside the segments of finished answers a journal names how far the unfinished ones were: of those files only the last
-one counts, and a writer removes the others.
+Beside the segments of finished answers a journal names how far the unfinished ones were: of those files the last
+`PROGRESS_KEPT` count, and a writer removes the others.  One would not do: a sequence that moved to another rank is in
+no file of its old rank any more, and in none of its new one yet.  Ranks save at the ends of the same rounds, each when
+its own interval is over, so the new rank has saved it before its old one has saved thrice.
 
 The journal knows names, sizes and hashes of files and nothing of what is inside them.
 """
@@ -25,6 +27,8 @@ from bgmpi.io.durable import sync_folder, write_all, write_failed
 PREFIX = "journal-"
 SEGMENT: Final = "segment"
 PROGRESS: Final = "progress"
+#: How many of a journal's progress files count.
+PROGRESS_KEPT: Final = 3
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -43,8 +47,8 @@ class Entry(msgspec.Struct, frozen=True):
 class JournalReading:
     """What the journals of a folder name.
 
-    entries: segments that are there and whole, in order of writing within a journal; progress: the last one of each
-    journal, where it is whole.  damaged: one sentence for each named file that is missing or changed.  torn: one
+    entries: segments that are there and whole, in order of writing within a journal; progress: the last ones of each
+    journal, where they are whole.  damaged: one sentence for each named file that is missing or changed.  torn: one
     sentence for each line that is no record.
     """
 
@@ -97,7 +101,7 @@ def read_journal(folder: str | os.PathLike[str], *, verify: bool = True) -> Jour
     torn: list[str] = []
     for path in sorted(folder.glob(f"{PREFIX}*.jsonl")):
         lines = _read_lines(path, torn)
-        last = [one for one in lines if one.kind == PROGRESS][-1:]
+        last = [one for one in lines if one.kind == PROGRESS][-PROGRESS_KEPT:]
         for entry in [*(one for one in lines if one.kind == SEGMENT), *last]:
             fault = _fault(folder, entry, verify)
             if fault:

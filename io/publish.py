@@ -147,12 +147,15 @@ def publish_collected(
 def remove_parts(folder: str | os.PathLike[str]) -> None:
     """Remove the segments and journals of `folder`, and the folder when nothing else is in it."""
     folder = Path(folder)
+    if not folder.is_dir():
+        return
+    attempts.begin_removal(folder)
     # Journals first: a kill between leaves no record without its file.
     files = ("segment-*.h5", ".segment-*.tmp", "progress-*.h5", ".progress-*.tmp")
     for pattern in (f"{PREFIX}*.jsonl", *files, *kv_checkpoint.PATTERNS, *attempts.PATTERNS):
         for path in sorted(folder.glob(pattern)):
             remove_if_there(path)
-    if folder.is_dir() and not any(folder.iterdir()):
+    if not any(folder.iterdir()):
         folder.rmdir()
 
 

@@ -3,7 +3,7 @@
 A `SegmentWriter` buffers answers and turns them into one segment at a time: the file is built in memory, written to a
 temporary name, fsynced, renamed, the folder fsynced, and only then named in the rank's journal (design section 7).  A
 kill at any instant loses the buffer and nothing else.  What unfinished sequences have so far is written in the same
-way (`save_progress`), one file a rank, each taking the place of the one before.  No MPI here, no lock, no file that is
+way (`save_progress`), a few files a rank, the newest in place of the oldest.  No MPI here, no lock, no file that is
 opened twice for writing: rejected were parallel HDF5 (needs its own build, hangs on empty ranks) and appending to one
 file (a kill tears it).
 
@@ -30,11 +30,13 @@ import numpy as np
 from bgmpi.errors import InternalError, WriteError
 from bgmpi.io.columns import DTYPES, FIXED, OFFSETS, RAGGED, Array, Index, Table, from_answers
 from bgmpi.io.durable import make_folder, remove_if_there, write_durably
-from bgmpi.io.journal import PREFIX, PROGRESS, SEGMENT, Entry, JournalWriter
+from bgmpi.io.journal import PREFIX, PROGRESS, PROGRESS_KEPT, SEGMENT, Entry, JournalWriter
 from bgmpi.request import Answer, Finish
 
 SEGMENT_FORMAT = "bgmpi-segment"
 SEGMENT_VERSION = 1
+#: Columns that collecting needs: the offsets of the others, last, tell how much an answer takes.
+NUMBERS = ("samples/row", "samples/sample", "errors/present", *OFFSETS)
 
 
 def parts_folder(output: str | os.PathLike[str]) -> Path:
@@ -75,7 +77,7 @@ class SegmentWriter:
         self._buffered_bytes = 0
         self._oldest = 0.0
         self._written = 0
-        self._progress: Path | None = None
+        self._progress: list[Path] = []
         make_folder(self.folder)
         self._journal = JournalWriter(self.folder / f"{PREFIX}{self._name}.jsonl")
 
@@ -128,16 +130,17 @@ class SegmentWriter:
         return self._write("segment", SEGMENT, table)
 
     def save_progress(self, unfinished: list[Answer]) -> None:
-        """Write what unfinished sequences have so far, in place of what was written before; raise WriteError.
+        """Write what unfinished sequences have so far, and remove what no longer counts (`PROGRESS_KEPT`); raise
+        WriteError.
 
         Call it with no buffered answers: an answer and its own progress would both be there.
         """
-        if not unfinished and self._progress is None:
+        if not unfinished and not self._progress:
             return
         entry = self._write("progress", PROGRESS, from_answers(unfinished))
-        if self._progress is not None:
-            remove_if_there(self._progress)
-        self._progress = self.folder / entry.name
+        self._progress.append(self.folder / entry.name)
+        while len(self._progress) > PROGRESS_KEPT:
+            remove_if_there(self._progress.pop(0))
 
     def _write(self, word: str, kind: Literal["segment", "progress"], table: Table) -> Entry:
         image = segment_image(table)
@@ -204,12 +207,14 @@ class Segment:
     """One whole segment (the journal says which are), read through a memory map.
 
     Only the places of its columns are kept; each `table()` maps the file anew and the map lives as long as its columns,
-    so thousands of segments need neither memory nor open files.
+    so thousands of segments need neither memory nor open files.  Finding a place costs more than reading a number, so
+    most columns are found when they are first asked for.
     """
 
     def __init__(self, path: Path) -> None:
-        """Find the columns of `path`; raise InternalError when it is not a segment of this version."""
+        """Find the columns of numbers of `path`; raise InternalError when it is not a segment of this version."""
         self.path = path
+        self._places: dict[str, tuple[int | None, tuple[int, ...]]] = {}
         try:
             with h5py.File(path, "r", locking=False) as file:
                 found = (file.attrs.get("format"), file.attrs.get("format_version"))
@@ -218,12 +223,29 @@ class Segment:
                         f"{path}: expected {SEGMENT_FORMAT} {SEGMENT_VERSION}, got {found[0]} {found[1]}"
                     )
                 self.entries = int(file.attrs["records"])
-                self._places = {name: _place(file, name) for name in (*FIXED, *OFFSETS, *RAGGED)}
+                self._find(file, NUMBERS)
         except (OSError, KeyError) as error:
             raise InternalError(f"segment {path} cannot be read: {error}") from error
 
+    def numbers(self) -> Table:
+        """Map the columns `NUMBERS` alone: whose answers they are, and how much each takes."""
+        return self._mapped(NUMBERS[: -len(OFFSETS)], OFFSETS, ())
+
     def table(self) -> Table:
         """Map every column; an answer costs memory when it is touched."""
+        names = (*FIXED, *OFFSETS, *RAGGED)
+        try:
+            if len(self._places) < len(names):
+                with h5py.File(self.path, "r", locking=False) as file:
+                    self._find(file, names)
+        except (OSError, KeyError) as error:
+            raise InternalError(f"segment {self.path} cannot be read: {error}") from error
+        return self._mapped(FIXED, OFFSETS, RAGGED)
+
+    def _find(self, file: h5py.File, names: Iterable[str]) -> None:
+        self._places |= {name: _place(file, name) for name in names if name not in self._places}
+
+    def _mapped(self, fixed: Iterable[str], offsets: Iterable[str], ragged: Iterable[str]) -> Table:
         try:
             with open(self.path, "rb") as source:
                 mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
@@ -233,7 +255,7 @@ class Segment:
         def columns(names: Iterable[str]) -> dict[str, Array]:
             return {name: self._column(mapped, name) for name in names}
 
-        return Table(self.entries, columns(FIXED), columns(OFFSETS), columns(RAGGED))
+        return Table(self.entries, columns(fixed), columns(offsets), columns(ragged))
 
     def take(self, entry: Index) -> Table:
         """Return the entries `entry` int64 [k], in that order."""

@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = _group(item)
         item.user_properties.append(("group", group))
-        if group == "slurm" and _slurmctld() is None:
+        if item.get_closest_marker("slurm") and _slurmctld() is None:
             item.add_marker(pytest.mark.skip(reason=SLURM_HINT))
         if group == "gpu" and gpu_missing:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))

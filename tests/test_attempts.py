@@ -11,7 +11,17 @@ import pytest
 from numpy.typing import NDArray
 
 from bgmpi.errors import UsageError
-from bgmpi.io.attempts import LOCK, RowMap, alone, begin_attempt, next_number, read_attempts, row_maps
+from bgmpi.io.attempts import (
+    LOCK,
+    RowMap,
+    alone,
+    begin_attempt,
+    begin_removal,
+    next_number,
+    read_attempts,
+    row_maps,
+)
+from bgmpi.io.publish import remove_parts
 from bgmpi.io.request_index import scan_requests
 
 SETTINGS = {"model": "m", "seed": "0"}
@@ -102,3 +112,15 @@ def test_a_line_longer_than_the_limit_is_known_again_too(tmp_path: Path) -> None
     edited = scan_requests(path, max_line_bytes=1000).content
     assert first.tolist() == again.tolist()
     assert first[0] != edited[0] and first[1] == edited[1]
+
+
+def test_a_removal_that_was_interrupted_leaves_no_attempt_to_go_on_with(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    for number in (1, 2):
+        begin(folder, number, "aa", contents(1, 2))
+    begin_removal(folder)
+    assert read_attempts(folder) == ((), ())
+    remove_parts(folder)
+    assert not folder.exists()
+    begin(folder, 1, "aa", contents(1, 2))
+    assert [one.number for one in read_attempts(folder)[0]] == [1]

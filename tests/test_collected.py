@@ -10,6 +10,7 @@ from results_for_tests import answer, error
 
 from bgmpi.io.attempts import GONE, RowMap
 from bgmpi.io.collected import begun, collect
+from bgmpi.io.journal import PROGRESS_KEPT
 from bgmpi.io.segments import SEGMENT_VERSION, SegmentWriter, attempt_of
 from bgmpi.request import Answer, Finish
 
@@ -75,12 +76,13 @@ def test_an_attempt_that_nothing_is_known_of_is_damaged(tmp_path: Path) -> None:
 def test_only_the_last_progress_of_a_writer_is_there_and_the_longest_of_all_counts(tmp_path: Path) -> None:
     writers = [SegmentWriter(tmp_path, rank, attempt=1) for rank in (0, 1)]
     writers[0].save_progress([unfinished(0, 0, 2), unfinished(1, 0, 9)])
-    writers[0].save_progress([unfinished(0, 0, 4), unfinished(2, 1, 3)])
+    for _ in range(PROGRESS_KEPT):
+        writers[0].save_progress([unfinished(0, 0, 4), unfinished(2, 1, 3)])
     writers[1].save_progress([unfinished(2, 1, 5)])
     writers[1].add(answer(3))
     for writer in writers:
         writer.close()
-    assert len(list(tmp_path.glob("progress-*"))) == 2
+    assert len(list(tmp_path.glob("progress-*"))) == PROGRESS_KEPT + 1
     maps = {1: RowMap()}
     found = begun(maps, collect(tmp_path, maps))
     assert {name: len(one.tokens) for name, one in found.items()} == {(0, 0): 4, (2, 1): 5}
@@ -105,6 +107,22 @@ def test_files_of_another_version_are_named_and_the_others_count(
     assert named == ["progress", "segment"]
     assert all("expected bgmpi-segment 1, got bgmpi-segment 99" in sentence for sentence in found.damaged)
     assert "nothing is known of attempt 2" in " ".join(collect(tmp_path, {1: RowMap()}).damaged)
+
+
+def test_a_sequence_that_moved_is_in_its_old_ranks_progress_until_the_new_rank_has_saved_it(tmp_path: Path) -> None:
+    old, new = (SegmentWriter(tmp_path, rank, attempt=1) for rank in (0, 1))
+    old.save_progress([unfinished(0, 0, 7), unfinished(1, 0, 2)])
+    for tokens in (3, 4):  # at most twice, before the rank that it went to has saved it
+        old.save_progress([unfinished(1, 0, tokens)])
+        maps = {1: RowMap()}
+        found = begun(maps, collect(tmp_path, maps))
+        assert {name: len(one.tokens) for name, one in found.items()} == {(0, 0): 7, (1, 0): tokens}
+    new.save_progress([unfinished(0, 0, 9)])
+    old.save_progress([unfinished(1, 0, 5)])
+    found = begun(maps, collect(tmp_path, maps))
+    assert {name: len(one.tokens) for name, one in found.items()} == {(0, 0): 9, (1, 0): 5}
+    for writer in (old, new):
+        writer.close()
 
 
 def test_a_sequence_that_ended_later_has_no_progress(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Exactly once: kills at chosen instants, going on with any number of ranks, edited inputs and tried-again errors.
+"""Going on after kills: with any number of ranks, edited inputs, damaged files and tried-again errors.
 
-Every test compares with an unbroken run of the same job, which is one row after another the same answers.
+Every test compares with an unbroken run of the same job, which is one row after another the same answers.  Kills at
+every instant are test_fault_matrix's.
 """
 
 from __future__ import annotations
@@ -68,49 +69,6 @@ def finished(output: Path) -> set[tuple[int, int]]:
     named = list(zip(found.row.tolist(), found.sample.tolist(), strict=True))
     assert len(named) == len(set(named))
     return set(named)
-
-
-#: Instants of a rank's life, and how many calls in: (site, before or after, count).
-INSTANTS = {
-    "loading": ("bgmpi.model:Model.__init__", "before", 1),
-    "first step": ("bgmpi.executor:Executor.step", "before", 1),
-    "later step": ("bgmpi.executor:Executor.step", "after", 14),
-    "segment not renamed": ("bgmpi.io.segments:write_durably", "before", 9),
-    "segment not named": ("bgmpi.io.journal:JournalWriter.append", "before", 8),
-    "segment named": ("bgmpi.io.journal:JournalWriter.append", "after", 9),
-    "old progress not removed": ("bgmpi.io.segments:remove_if_there", "before", 5),
-    "manifest not written": ("bgmpi.io.attempts:write_durably", "before", 1),
-    "publishing": ("bgmpi.io.publish:_write_block", "before", 1),
-    "published, parts still there": ("bgmpi.head:remove_parts", "before", 1),
-    "parts half removed": ("bgmpi.io.publish:remove_if_there", "after", 2),
-}
-
-
-#: Those of every test run; the others are for `make test-faults`.
-QUICK = ("later step", "segment not named", "published, parts still there")
-
-
-@pytest.mark.parametrize(
-    "instant", [pytest.param(name, marks=() if name in QUICK else pytest.mark.faults) for name in INSTANTS]
-)
-def test_a_kill_at_any_instant_loses_and_doubles_nothing(
-    work: tuple[Path, Path, Answers], instant: str, tmp_path: Path
-) -> None:
-    model, requests, expected = work
-    output = tmp_path / "out.h5"
-    site, when, count = INSTANTS[instant]
-    ended = run(1, *words(model, requests, output), before=tuple(kill_words(0, site, when, count)))
-    assert ended.returncode == -signal.SIGKILL, ended
-    before = finished(output)
-    if output.exists():
-        with h5py.File(output, "r") as file:
-            assert file.attrs["complete"] == 1
-    ended = run(1, *words(model, requests, output), expect=3)
-    assert jobs.tokens_of(output) == expected
-    assert not parts_folder(output).exists()
-    if before:
-        errors = sum(sample < 0 for _, sample in before)
-        assert f"{len(before) - errors} are done, {errors} are errors" in ended.stderr, ended
 
 
 @launch.on_ranks(2, 3)
