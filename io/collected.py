@@ -9,6 +9,7 @@ Only numbers are read, some 50 bytes an answer; answers stay in their segments.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from bgmpi.io.columns import Index, Table, entry_bytes, to_answers
 from bgmpi.io.journal import JournalReading, read_journal
 from bgmpi.io.segments import Segment, attempt_of
 from bgmpi.request import Answer
+
+_LOG = logging.getLogger("bgmpi.collected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,13 @@ def begun(folder: Path, maps: Mapping[int, RowMap], finished: Collected) -> dict
         if number not in maps:
             continue
         rows = maps[number].rows
-        for answer in to_answers(Segment(folder / one.name).table(), {}):
-            row = answer.row if rows is None else int(rows[answer.row])
+        try:
+            answers = to_answers(Segment(folder / one.name).table(), {})
+        except (InternalError, ValueError) as error:  # whole, but of another version
+            _LOG.warning("%s (%d unfinished answers) does not count: %s", one.name, one.records, error)
+            continue
+        for answer in answers:
+            row = answer.row if rows is None else int(rows[answer.row]) if 0 <= answer.row < len(rows) else GONE
             name = row, answer.sample
             best = found.get(name)
             if row != GONE and name not in ended and (best is None or len(best.tokens) < len(answer.tokens)):

@@ -203,7 +203,8 @@ class Segment:
     """
 
     def __init__(self, path: Path) -> None:
-        """Find the columns of `path`; raise InternalError when it is not a segment of this version."""
+        """Find the columns of `path`; raise InternalError when it is not a segment of this version, or its columns do
+        not fit together."""
         self.path = path
         try:
             with h5py.File(path, "r", locking=False) as file:
@@ -214,7 +215,8 @@ class Segment:
                     )
                 self.entries = int(file.attrs["records"])
                 self._places = {name: _place(file, name) for name in (*FIXED, *OFFSETS, *RAGGED)}
-        except (OSError, KeyError) as error:
+            self._check()
+        except (OSError, KeyError, ValueError, TypeError, OverflowError, RuntimeError) as error:
             raise InternalError(f"segment {path} cannot be read: {error}") from error
 
     def table(self) -> Table:
@@ -230,6 +232,19 @@ class Segment:
 
         return Table(self.entries, columns(FIXED), columns(OFFSETS), columns(RAGGED))
 
+    def _check(self) -> None:
+        """Raise ValueError unless every column has the length that the others promise; reads offsets alone."""
+        table = self.table()
+        for name, column in table.fixed.items():
+            if len(column) != self.entries:
+                raise ValueError(f"{name} has {len(column)} entries, expected {self.entries}")
+        for name, offsets in table.offsets.items():
+            if len(offsets) != self.entries + 1 or offsets[0] or (np.diff(offsets) < 0).any():
+                raise ValueError(f"{name} does not cut its values into {self.entries} entries")
+        for name, values in table.values.items():
+            if len(values) != table.offsets[RAGGED[name][0]][-1]:
+                raise ValueError(f"{name} has {len(values)} values, expected {table.offsets[RAGGED[name][0]][-1]}")
+
     def _column(self, mapped: mmap.mmap, name: str) -> Array:
         offset, shape = self._places[name]
         dtype = DTYPES[name]
@@ -240,7 +255,10 @@ class Segment:
 
 def _place(file: h5py.File, name: str) -> tuple[int | None, tuple[int, ...]]:
     dataset = h5py.h5d.open(file.id, name.encode())
-    return dataset.get_offset(), dataset.shape
+    place, shape = dataset.get_offset(), dataset.shape
+    if dataset.dtype != DTYPES[name] or len(shape) != 1 or (place is None and shape[0]):
+        raise ValueError(f"{name} of {dataset.dtype} {list(shape)} is not stored plainly as {DTYPES[name]}")
+    return place, shape
 
 
 def attempt_of(name: str) -> int:

@@ -223,7 +223,8 @@ ODD = (None, True, -1, 0, 1, 2, 3, 10**9, 10**400, 0.5, -0.0, 1e308, float("nan"
 ROPES = ({"type": "linear"}, {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 8.0,
          "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64})  # fmt: skip
 ROPE_KEYS = ("factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-             "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "attention_factor", "type", "rope_type", "truncate")  # fmt: skip
+             "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "attention_factor", "type", "rope_type",
+             "truncate")  # fmt: skip
 MORE = ("layer_types", "mlp_only_layers", "architectures", "sliding_window", "rope_theta", "torch_dtype",
         "quantization_config", "rope_scaling", "model_type", "original_max_position_embeddings", "max_window_layers",
         "use_sliding_window", "n_group", "topk_group", "scoring_func", "first_k_dense_replace", "head_dim")  # fmt: skip
