@@ -131,7 +131,7 @@ def alone(folder: Path, warn: list[str]) -> Iterator[None]:
     path = folder / LOCK
     make_folder(folder)
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise write_failed(path, error, 0) from error
     try:
