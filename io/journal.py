@@ -115,6 +115,10 @@ def read_journal(folder: str | os.PathLike[str], *, verify: bool = True) -> Jour
             else:
                 taken.add(entry.name)
                 found[entry.kind].append(entry)
+    torn += [
+        f"{path.name} is named by no journal and was ignored: its writer was killed before, or a journal was cut"
+        for path in sorted(folder.glob(f"{SEGMENT}-*.h5")) if path.name not in taken
+    ]  # fmt: skip
     return JournalReading(folder, tuple(found[SEGMENT]), tuple(found[PROGRESS]), tuple(damaged), tuple(torn))
 
 

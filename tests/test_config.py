@@ -17,7 +17,7 @@ from bgmpi.values import duration, size
 TYPED = {
     "dtype": "float32", "load_format": "dummy", "generation_config": "none", "backend": "cpu", "progress": "lines",
     "log_level": "debug", "gpu_memory_utilization": "0.5", "top_p": "0.5", "min_p": "0.5", "stream_kv": "off",
-    "hold_policy": "longest-decoded", "drill": "yield=2,migrate=3", "resume": "must",
+    "hold_policy": "longest-decoded", "drill": "yield=2,migrate=3", "resume": "must", "checkpoint_kv": "stop",
     "on_rank_death": "shrink",
     "shard": "2/7",
 }

@@ -284,7 +284,7 @@ def test_c34_the_only_hidden_cap_is_the_context_and_it_is_counted(numbers: Numbe
     for row, hidden in (("uncapped", True), ("beyond", False)):
         assert (len(found[row].tokens), found[row].finish) == (CONTEXT - len(SHORT), Finish.LENGTH)
         assert found[row].default_cap is hidden
-    assert "1 rows ended at a length that their request did not set" in numbers.ran[0].stdout
+    assert "1 samples ended at a length that their request did not set" in numbers.ran[0].stdout
 
 
 def test_penalties_equal_the_reference(numbers: Numbers) -> None:

@@ -59,7 +59,7 @@ def found(folder: Path) -> tuple[set[int], set[int], list[str]]:
     attempts, damaged_ = read_attempts(folder)
     maps, lost = row_maps(folder, attempts, "2" * 64, CONTENT)
     all_ = collect(folder, maps)
-    unfinished = begun(folder, maps, all_)
+    unfinished = begun(maps, all_)
     told = [*damaged_, *lost, *all_.damaged, *all_.journal.damaged, *all_.journal.torn]
     assert len(np.unique(all_.row)) == len(all_.row), "a row counts twice"
     return set(all_.row.tolist()), {row for row, _ in unfinished}, told
@@ -223,7 +223,7 @@ FORGED: dict[str, Callable[[h5py.File], None]] = {
 @pytest.mark.parametrize("name", FORGED)
 def test_a_segment_whose_columns_do_not_fit_is_refused_by_its_path(whole: Path, place: Path, name: str) -> None:
     with pytest.raises(InternalError, match=r"segment\.h5"):
-        Segment(edited(whole, place, FORGED[name]))
+        Segment(edited(whole, place, FORGED[name])).table()
 
 
 @given(data=st.data())
