@@ -18,7 +18,7 @@ TYPED = {
     "dtype": "float32", "load_format": "dummy", "generation_config": "none", "backend": "cpu", "progress": "lines",
     "log_level": "debug", "gpu_memory_utilization": "0.5", "top_p": "0.5", "min_p": "0.5", "stream_kv": "off",
     "hold_policy": "longest-decoded", "drill": "yield=2,migrate=3", "resume": "must",
-    "on_rank_death": "shrink",
+    "on_rank_death": "shrink", "checkpoint_kv": "stop",
     "shard": "2/7",
 }
 
