@@ -18,6 +18,9 @@ from bgmpi.errors import InputError
 
 Config = Mapping[str, Any]
 
+#: The largest whole number of a config: nothing in a model is larger, and sizes are kept in 32 bits.
+MOST = 2**31 - 1
+
 # Keys that change no number of a forward pass: provenance, training, generation defaults of old files (read elsewhere).
 _HARMLESS = frozenset({
     "add_cross_attention", "architectures", "attention_dropout", "attn_implementation", "auto_map", "aux_loss_alpha",
@@ -56,19 +59,40 @@ class Reader:
         value = self.config.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number of at least `least`; InputError when it is none, or absent without a default."""
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """Return a whole number from `least` to `most`; InputError when it is none, or absent without a default."""
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{self.where}: '{key}' must be a whole number of at least {least}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise InputError(
+                f"{self.where}: '{key}' must be a whole number of at least {least}, at most {most}, got {value!r:.80}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number; InputError when it is none, or absent without a default."""
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InputError(f"{self.where}: '{key}' must be a finite number, got {value!r}")
-        return float(value)
+        try:
+            if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+                return float(value)
+        except OverflowError:
+            pass  # a whole number that no float can hold
+        raise InputError(f"{self.where}: '{key}' must be a finite number, got {value!r:.80}")
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above zero."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise InputError(f"{self.where}: '{key}' must be above zero, got {value:g}")
+        return value
+
+    def words(self, key: str) -> tuple[Any, ...] | None:
+        """Return a list of texts or whole numbers as a tuple, None when it is absent."""
+        value = self.take(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(one, str | int) for one in value):
+            raise InputError(f"{self.where}: '{key}' must be a list of texts or numbers, got {value!r:.80}")
+        return tuple(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a truth value."""

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bgmpi.architecture import Architecture, GroupScore, Kind, Latent, Moe, Rope, RopeKind, Scoring
-from bgmpi.config_reader import Config, Reader
+from bgmpi.config_reader import MOST, Config, Reader
 from bgmpi.errors import InputError
 
 
@@ -195,6 +195,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "kimi_k2": _DEEPSEEK_V3,
 })
 
+# What a config may ask for before a single tensor was seen: lists of layers and of experts are made of these.
+_MOST_LAYERS = 1 << 14
+_MOST_EXPERTS = 1 << 20
+
 _ROPE_KEYS: Mapping[RopeKind, frozenset[str]] = MappingProxyType({
     RopeKind.DEFAULT: frozenset(),
     RopeKind.LINEAR: frozenset({"factor"}),
@@ -212,7 +216,7 @@ def read_architecture(config: Config) -> Architecture:
     """Translate a `config.json` dict.  Raises InputError for an unknown family, a malformed or an unread key."""
     name, family = _family(config)
     read = Reader(config)
-    layers = read.integer("num_hidden_layers")
+    layers = read.integer("num_hidden_layers", most=_MOST_LAYERS)
     heads = read.integer("num_attention_heads")
     hidden = read.integer("hidden_size")
     positions = read.integer("max_position_embeddings", 2048)
@@ -250,6 +254,7 @@ def _family(config: Config) -> tuple[str, Family]:
     if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(f"config.json: model_type {name!r} is not known; known: {known}")
     built = config.get("architectures") or []
+    built = built if isinstance(built, list) else [built]
     if built and not any(str(one).endswith("ForCausalLM") for one in built):
         raise InputError(f"config.json: architecture {built[0]!r} does not generate text; known: {known} (ForCausalLM)")
     return name, FAMILIES[name]
@@ -304,27 +309,34 @@ def _rope(read: Reader, family: Family, width: int, positions: int) -> tuple[Rop
     if spelled not in list(RopeKind):
         raise InputError(f"config.json: rope kind {spelled!r} is not known; known: {', '.join(RopeKind)}")
     kind = RopeKind(spelled)
-    theta = inner.number("rope_theta", read.number("rope_theta", family.theta))
+    theta = inner.positive("rope_theta", read.positive("rope_theta", family.theta))
     outer = read.take("original_max_position_embeddings")
     inner.read |= _ROPE_KEYS[kind]
     inner.check_all_read({})
     if kind is RopeKind.DEFAULT:
         return Rope(kind, theta, width), 1.0, positions
     if kind is RopeKind.LINEAR:
-        return Rope(kind, theta, width, factor=inner.number("factor")), 1.0, positions
-    original = int(outer or inner.integer("original_max_position_embeddings", positions))
+        return Rope(kind, theta, width, factor=inner.positive("factor")), 1.0, positions
+    original = read.integer("original_max_position_embeddings") if outer else inner.integer(
+        "original_max_position_embeddings", positions)
     if kind is RopeKind.LLAMA3:
         rope = Rope(
-            kind, theta, width, factor=inner.number("factor"), original=original,
-            low=inner.number("low_freq_factor"), high=inner.number("high_freq_factor"),
+            kind, theta, width, factor=inner.positive("factor"), original=original,
+            low=inner.positive("low_freq_factor"), high=inner.positive("high_freq_factor"),
         )
+        if rope.low >= rope.high:
+            raise InputError(f"config.json, rope settings: low_freq_factor {rope.low:g} must be below high_freq_factor "
+                             f"{rope.high:g}")
         return rope, 1.0, positions
-    factor = inner.number("factor", positions / original)
+    factor = inner.positive("factor", positions / original)
     magnitude, sharpen = _yarn_factors(inner, factor)
     rope = Rope(
         kind, theta, width, factor=factor, original=original, beta_fast=inner.number("beta_fast", 32.0) or 32.0,
         beta_slow=inner.number("beta_slow", 1.0) or 1.0, truncate=inner.flag("truncate", True), magnitude=magnitude,
     )
+    if not 1 <= original * factor <= MOST or theta <= 1 or min(rope.beta_fast, rope.beta_slow) <= 0:
+        raise InputError(f"config.json, rope settings: factor {factor:g} on {original} tokens, rope_theta {theta:g}, "
+                         f"beta_fast {rope.beta_fast:g} and beta_slow {rope.beta_slow:g} give no frequencies")
     return rope, sharpen, max(positions, int(original * factor))
 
 
@@ -335,6 +347,8 @@ def _yarn_factors(inner: Reader, factor: float) -> tuple[float, float]:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     part, whole = inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)
+    if part < 0 or whole < 0:
+        raise InputError(f"{inner.where}: 'mscale' {part:g} and 'mscale_all_dim' {whole:g} must not be below zero")
     inferred = grown(part) / grown(whole) if part and whole else grown(1.0)
     return inner.number("attention_factor", inferred), grown(whole) ** 2 if whole else 1.0
 
@@ -344,7 +358,7 @@ def _yarn_factors(inner: Reader, factor: float) -> tuple[float, float]:
 
 def _windows(read: Reader, family: Family, layers: int) -> tuple[int, ...]:
     """Read each layer's attention window, 0 for none (case C43)."""
-    types = read.take("layer_types")
+    types = read.words("layer_types")
     if family.window is Window.NEVER:
         if types is not None and set(types) != {"full_attention"}:
             raise InputError(f"config.json: layer_types {types!r} is not known of this family: it has no window")
@@ -382,6 +396,8 @@ def _moe(read: Reader, family: Family, layers: int) -> tuple[Moe | None, tuple[K
     choice = _choice(read, keys, experts)
     if not experts:
         return None, kinds
+    if experts * layers > _MOST_EXPERTS:
+        raise InputError(f"config.json: {experts} experts in {layers} layers are more than any model has")
     if top_k > experts:
         raise InputError(f"config.json: num_experts_per_tok {top_k} is more than the {experts} experts")
     moe = Moe(experts=experts, top_k=top_k, width=width, normalise=normalise, shared=shared,
@@ -401,7 +417,7 @@ def _sparse_layers(read: Reader, rule: Sparse, layers: int) -> set[int]:
         return every
     if rule is Sparse.STEP:
         step = read.integer("decoder_sparse_step", 1)
-        return {layer for layer in every if (layer + 1) % step == 0} - set(read.take("mlp_only_layers", []))
+        return {layer for layer in every if (layer + 1) % step == 0} - set(read.words("mlp_only_layers") or ())
     first, step = read.integer("first_k_dense_replace", 0, 0), read.integer("moe_layer_freq", 1)
     return {layer for layer in every if layer >= first and layer % step == 0}
 

@@ -243,8 +243,8 @@ def _dtype(config: Config, files: ModelFiles) -> torch.dtype:
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     name = files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16"
-    if name not in _DTYPES:
-        raise InputError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}; pass --dtype")
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise InputError(f"config.json: dtype {name!r:.80} is not one of {', '.join(_DTYPES)}; pass --dtype")
     return _DTYPES[name]
 
 

@@ -112,7 +112,7 @@ def number(least: float, most: float, *, above: bool = False) -> Reader:
             raise wrong
         try:
             result = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise wrong from None
         if not math.isfinite(result) or not least <= result <= most or (above and result == least):
             raise wrong

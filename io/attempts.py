@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from bgmpi.errors import UsageError
 from bgmpi.io.durable import make_folder, sync_folder, write_durably, write_failed
+from bgmpi.io.journal import read_plain
 
 Rows = NDArray[np.int64]
 Contents = NDArray[np.uint64]
@@ -81,9 +82,14 @@ def read_attempts(folder: Path) -> tuple[tuple[Attempt, ...], tuple[str, ...]]:
         return (), ()
     for path in sorted(folder.glob(PATTERNS[0])):
         try:
-            attempts.append(msgspec.json.decode(path.read_bytes(), type=Attempt))
-        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+            one = msgspec.json.decode(read_plain(path), type=Attempt)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OSError) as error:
             damaged.append(f"{path.name} cannot be read, its attempt's answers do not count: {error}")
+            continue
+        if path.name == _MANIFEST.format(one.number) and one.rows >= 0:
+            attempts.append(one)
+        else:
+            damaged.append(f"{path.name} says that it is attempt {one.number}: neither's answers count by it")
     return tuple(sorted(attempts, key=lambda one: one.number)), tuple(damaged)
 
 
@@ -157,7 +163,7 @@ def alone(folder: Path, warn: list[str]) -> Iterator[None]:
     path = folder / LOCK
     make_folder(folder)
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664)
     except OSError as error:
         raise write_failed(path, error, 0) from error
     try:
@@ -191,9 +197,15 @@ def _image(content: Contents) -> bytes:
 
 def _contents(path: Path) -> Contents | None:
     """Return the hashes in a file of rows, None when it is not there or damaged."""
+    if not path.is_file():
+        return None
     try:
+        size = path.stat().st_size
         with h5py.File(path, "r", locking=False) as file:
-            content: Contents = np.asarray(file["content"][:], np.uint64)
+            stored = h5py.h5d.open(file.id, b"content")
+            if stored.dtype != np.uint64 or len(stored.shape) != 1 or 8 * stored.shape[0] > size:
+                return None
+            content: Contents = file["content"][:]
             return content
-    except (OSError, KeyError, ValueError):
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError):
         return None

@@ -1,9 +1,10 @@
 """Chat templates: a list of messages becomes the one text that the model was trained to continue.
 
-A template is a program that came with the weights, so it runs in jinja's immutable sandbox, and whatever it raises
-belongs to the one row that it was rendering.  The environment is the one that templates are written for, that of
-transformers: trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a plain `tojson`, and a `generation`
-block that only trainers need.  A message's keys that are null are dropped, as there, for many templates print "None".
+A template is a program that came with the weights, so it runs in a sandbox that ends (io/template_bounds.py), and
+whatever it raises belongs to the one row that it was rendering.  The environment is the one that templates are written
+for, that of transformers: trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a plain `tojson`, and a
+`generation` block that only trainers need.  A message's keys that are null are dropped, as there, for many templates
+print "None".
 
 The clock is read once, when the template is opened: rows of one job must not differ because midnight passed.
 """
@@ -20,9 +21,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bgmpi.errors import InputError, MissingError
+from bgmpi.io.template_bounds import BoundedSandbox
 
 
 class ChatRefused(ValueError):
@@ -44,17 +45,17 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], *, now: datetime | None = None) -> None:
         moment = now or datetime.now()
-        environment = ImmutableSandboxedEnvironment(
+        self._sandbox = environment = BoundedSandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.add_filter("tojson", _to_json)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = moment.strftime
         self._compiled: dict[str, jinja2.Template] = {}
         for name, text in templates.items():
             try:
                 self._compiled[name] = environment.from_string(text)
-            except jinja2.TemplateError as error:
+            except Exception as error:  # so deep that Python's own compiler gives up, and more
                 raise InputError(f"chat template {name!r} is not valid jinja: {error}; "
                                  f"name another with --chat-template FILE") from error
         self._default = "default" if "default" in templates else next(iter(templates))
@@ -68,8 +69,9 @@ class ChatTemplate:
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         names = {**variables, "messages": present, "tools": list(tools) if tools else None,
                  "documents": list(documents) if documents else None, "add_generation_prompt": add_generation_prompt}
+        self._sandbox.begin()
         try:
-            return template.render(names)
+            return self._sandbox.whole(template.generate(names))
         except Exception as error:  # a template is a foreign program: anything it raises is about this row
             raise ChatRefused(str(error) or type(error).__name__) from error
 

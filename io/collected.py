@@ -9,7 +9,7 @@ Only numbers are read, some 50 bytes an answer; answers stay in their segments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,7 +50,7 @@ class Collected:
     bytes: Index
     journal: JournalReading
     damaged: tuple[str, ...]
-    progress: list[tuple[int, Segment]] = field(default_factory=list)
+    progress: list[tuple[int, Table]] = field(default_factory=list)
 
 
 def collect(folder: Path, maps: Mapping[int, RowMap] | None = None, *, verify: bool = True) -> Collected:
@@ -63,18 +63,19 @@ def collect(folder: Path, maps: Mapping[int, RowMap] | None = None, *, verify: b
     segments: list[Segment] = []
     attempts: list[int] = []
     parts: list[tuple[NDArray[Any], ...]] = []
-    for number, opened in _opened(folder, journal.entries, maps, damaged):
+    for number, opened, table in _opened(folder, journal.entries, maps, damaged, Segment.numbers):
         segments.append(opened)
         attempts.append(number)
-        parts.append(_numbers(opened.numbers(), maps[number] if maps is not None else RowMap()))
+        parts.append(_numbers(table, maps[number] if maps is not None else RowMap()))
     counts = np.array([len(part[0]) for part in parts], np.int64)
     segment = np.repeat(np.arange(len(segments)), counts)
     attempt = np.repeat(np.array(attempts, np.int64), counts)
     entry, row, sample, is_error, size = _joined(parts)
     keep = np.flatnonzero(_newest(row, sample, attempt))
+    progress = [(number, table) for number, _, table in _opened(folder, journal.progress, maps, damaged, Segment.table)]
     return Collected(
         segments, segment[keep], entry[keep], row[keep], sample[keep], is_error[keep], size[keep], journal,
-        progress=_opened(folder, journal.progress, maps, damaged), damaged=tuple(damaged),
+        progress=progress, damaged=tuple(damaged),
     )  # fmt: skip
 
 
@@ -85,8 +86,8 @@ def begun(maps: Mapping[int, RowMap], finished: Collected) -> dict[tuple[int, in
     found: dict[tuple[int, int], Answer] = {}
     for number, progress in finished.progress:
         rows = maps[number].rows
-        for answer in to_answers(progress.table(), {}):
-            row = answer.row if rows is None else int(rows[answer.row])
+        for answer in to_answers(progress, {}):
+            row = answer.row if rows is None else int(rows[answer.row]) if 0 <= answer.row < len(rows) else GONE
             name = row, answer.sample
             best = found.get(name)
             if row != GONE and name not in ended and (best is None or len(best.tokens) < len(answer.tokens)):
@@ -109,20 +110,22 @@ def counting(row: Index, is_error: NDArray[np.bool_], how: RowMap) -> tuple[Inde
 
 
 def _opened(
-    folder: Path, entries: Sequence[Entry], maps: Mapping[int, RowMap] | None, damaged: list[str]
-) -> list[tuple[int, Segment]]:
-    """Return attempt and file of each entry that can be used, and name in `damaged` those that cannot."""
-    opened = []
+    folder: Path, entries: Sequence[Entry], maps: Mapping[int, RowMap] | None, damaged: list[str],
+    read: Callable[[Segment], Table],
+) -> Iterator[tuple[int, Segment, Table]]:  # fmt: skip
+    """Yield attempt, file and columns of each entry that can be used, and name in `damaged` those that cannot."""
     for one in entries:
         number = attempt_of(one.name)
         if maps is not None and number not in maps:
             damaged.append(f"{one.name} ({one.records} answers): nothing is known of attempt {number}")
             continue
         try:
-            opened.append((number, Segment(folder / one.name)))
-        except InternalError as error:  # whole, but of another version
+            opened = Segment(folder / one.name)
+            table = read(opened)
+        except InternalError as error:  # whole, but of another version, or none of ours
             damaged.append(f"{one.name} ({one.records} answers): {error}")
-    return opened
+            continue
+        yield number, opened, table
 
 
 def _numbers(table: Table, how: RowMap) -> tuple[NDArray[Any], ...]:

@@ -5,7 +5,8 @@ disk (design section 7).  Three things are refused here.  HDF5 never opens a seg
 memory and its bytes are written by plain system calls, so a full disk is an errno and not a corrupt file.  HDF5 never
 sees a failed write of the published file either: it was seen to drop errors of evicted chunks in silence and to crash
 on close after others, so `HdfSink` keeps the first error for itself and lets HDF5 end cleanly.  And no lock is
-ever taken: the files written here have names that no other process knows yet.
+ever taken: the files written here have names that no other process knows yet, nor can guess:
+in a folder that others may write to, a link that waits under such a name would be written through.
 
 Invariant: after an error, what was there before is untouched and the temporary file is gone.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -77,9 +79,9 @@ def make_folder(folder: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Make `path` hold exactly `data`, atomically and on the disk; raise WriteError and leave nothing otherwise."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with open(temporary, "wb", buffering=0) as sink:
+        with open(temporary, "xb", buffering=0) as sink:
             write_all(sink, data)
             os.fsync(sink.fileno())
         os.replace(temporary, path)

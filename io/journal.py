@@ -4,6 +4,9 @@ Each writer (one rank of one attempt) owns one journal file that it alone create
 a resumed run never appends to a file that a kill may have torn, and a torn last line can never swallow the next record
 (the fault of PyTables-style and JSONL journals).  One line is one JSON object; a line counts only with its newline.
 
+What a line says is not believed: a name must be one that a writer could have made, the bytes must have their hash, and
+a file that is named twice (a journal copied by hand) counts once.
+
 Beside the segments of finished answers a journal names how far the unfinished ones were: of those files the last
 `PROGRESS_KEPT` count, and a writer removes the others.  One would not do: a sequence that moved to another rank is in
 no file of its old rank any more, and in none of its new one yet.  Ranks save at the ends of the same rounds, each when
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -29,6 +33,7 @@ SEGMENT: Final = "segment"
 PROGRESS: Final = "progress"
 #: How many of a journal's progress files count.
 PROGRESS_KEPT: Final = 3
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -99,25 +104,31 @@ def read_journal(folder: str | os.PathLike[str], *, verify: bool = True) -> Jour
     found: dict[str, list[Entry]] = {SEGMENT: [], PROGRESS: []}
     damaged: list[str] = []
     torn: list[str] = []
+    taken: set[str] = set()
     for path in sorted(folder.glob(f"{PREFIX}*.jsonl")):
         lines = _read_lines(path, torn)
         last = [one for one in lines if one.kind == PROGRESS][-PROGRESS_KEPT:]
         for entry in [*(one for one in lines if one.kind == SEGMENT), *last]:
-            fault = _fault(folder, entry, verify)
+            fault = "named a second time" if entry.name in taken else _fault(folder, entry, verify)
             if fault:
                 damaged.append(f"{entry.name} ({entry.records} answers, named by {path.name}): {fault}")
             else:
+                taken.add(entry.name)
                 found[entry.kind].append(entry)
     return JournalReading(folder, tuple(found[SEGMENT]), tuple(found[PROGRESS]), tuple(damaged), tuple(torn))
 
 
 def _read_lines(path: Path, torn: list[str]) -> list[Entry]:
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = read_plain(path).split(b"\n")
+    except OSError as error:
+        torn.append(f"{path.name} cannot be read, what it names does not count: {error}")
+        return []
     entries = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             entries.append(msgspec.json.decode(line, type=Entry))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             torn.append(f"{path.name} line {number} is no record and was ignored: {line[:80]!r}")
     if lines[-1]:
         torn.append(f"{path.name} line {len(lines)} has no end and was ignored: {lines[-1][:80]!r}")
@@ -125,17 +136,27 @@ def _read_lines(path: Path, torn: list[str]) -> list[Entry]:
 
 
 def _fault(folder: Path, entry: Entry, verify: bool) -> str | None:
+    if not _NAME.fullmatch(entry.name):
+        return "no name that a writer gives"
     path = folder / entry.name
-    if Path(entry.name).name != entry.name:
-        return "not a plain file name"
-    if not path.is_file():
-        return "missing"
-    size = path.stat().st_size
-    if size != entry.bytes:
-        return f"has {size} bytes, {entry.bytes} were written"
-    if verify and file_sha256(path) != entry.sha256:
-        return "its bytes changed since they were written (sha256 differs)"
+    try:
+        if path.is_symlink() or not path.is_file():
+            return "a link" if path.is_symlink() else "missing"
+        size = path.stat().st_size
+        if size != entry.bytes:
+            return f"has {size} bytes, {entry.bytes} were written"
+        if verify and file_sha256(path) != entry.sha256:
+            return "its bytes changed since they were written (sha256 differs)"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
     return None
+
+
+def read_plain(path: Path) -> bytes:
+    """Return the bytes of a file; raise OSError, also for what is there and no file (a pipe would be waited for)."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name} is no file")
+    return path.read_bytes()
 
 
 def file_sha256(path: Path) -> str:

@@ -29,8 +29,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
 _FP8 = "F8_E4M3"
+_FRACTIONS = ("F64", "F32", "BF16", "F16")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SAMPLE_BYTES = 4096
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class ModelFiles:
         self._place: dict[str, str] = {}
         self._shape: dict[str, tuple[int, ...]] = {}
         self._packed: set[str] = set()
+        #: how a tensor is stored where it is no kind of weight known here
+        self._strange: dict[str, str] = {}
         self._headers: dict[str, tuple[dict[str, Any], int]] = {}
 
     def names(self) -> list[str]:
@@ -136,6 +140,8 @@ class ModelFiles:
             self._shape[name] = shape
             if piece.get_dtype() == _FP8:
                 self._packed.add(name)
+            elif piece.get_dtype() not in _FRACTIONS:
+                self._strange[name] = str(piece.get_dtype())
 
     def fold_scales(self) -> None:
         """Hide the scales of packed tensors behind them; a packed tensor without scales is refused."""
@@ -144,6 +150,10 @@ class ModelFiles:
                 raise InputError(
                     f"{self.folder}: tensor {name} is fp8 but has no {name + _SCALE}; only block-scaled fp8 is known"
                 )
+
+    def strange(self, name: str) -> str:
+        """Say how a tensor is stored whose numbers are no fractions of a known width, "" for every other."""
+        return self._strange.get(name, "")
 
     def _require(self, name: str) -> None:
         if name not in self._shape:
@@ -244,7 +254,9 @@ def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, A
         raise MissingError(f"{path} is not there; a model folder holds config.json and safetensors files")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -256,6 +268,12 @@ def _weight_map(folder: Path) -> dict[str, set[str] | None]:
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
             held = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+            if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
+                raise MissingError(
+                    f"{folder}: neither {INDEX} nor {SINGLE} is there, only {', '.join(pickles)}: pickles, which "
+                    f"run code of whoever made it while it is read, so it is never opened; fetch the safetensors of "
+                    f"this model, or convert it in a place that you can afford to lose"
+                )
             raise MissingError(f"{folder}: neither {INDEX} nor {SINGLE} is there; the folder holds: {held}")
         return {SINGLE: None}
     places = _read_json(folder / INDEX).get("weight_map")
@@ -263,6 +281,11 @@ def _weight_map(folder: Path) -> dict[str, set[str] | None]:
         raise InputError(f"{folder / INDEX}: expected an object 'weight_map' of tensor name to file name")
     shards: dict[str, set[str]] = defaultdict(set)
     for name, shard in places.items():
+        if not _plain_name(shard):
+            raise InputError(
+                f"{folder / INDEX}: places tensor {name:.80} in {shard[:80]!r}; expected the plain name of a file of "
+                f"this folder, nothing outside of it is read"
+            )
         shards[shard].add(name)
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
@@ -270,6 +293,11 @@ def _weight_map(folder: Path) -> dict[str, set[str] | None]:
             f"{folder}: {len(missing)} of {len(shards)} shards that {INDEX} names are not there: {', '.join(missing)}"
         )
     return {shard: shards[shard] for shard in sorted(shards)}
+
+
+def _plain_name(shard: str) -> bool:
+    """Say whether a name means a file of its folder and nothing else: a link there may lead on (caches have such)."""
+    return shard not in ("", ".", "..") and not set(shard) & {"/", "\0"} and len(shard.encode(errors="replace")) < 256
 
 
 def _warn_of_strays(files: ModelFiles, used: set[str]) -> None:
@@ -312,7 +340,9 @@ def check_files(arch: Architecture, files: ModelFiles) -> None:
         f"{name} expected {list(expected[name])}, got {list(files.shape(name))}"
         for name in sorted(expected.keys() & held) if expected[name] != files.shape(name)
     ]
-    problems = _problems({"missing": missing, "unused": unused, "of another shape": wrong})
+    strange = [f"{name} is {files.strange(name)}" for name in sorted(expected.keys() & held) if files.strange(name)]
+    told = {"missing": missing, "unused": unused, "of another shape": wrong, "that are no weights": strange}
+    problems = _problems(told)
     if problems:
         raise InputError(f"{files.folder}: the weights do not fit config.json ({arch.family}): {problems}")
     notes = [f"{files.folder}: {len(names)} tensors not used: {why}" for why, names in ignored.items()]

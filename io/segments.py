@@ -203,6 +203,10 @@ def segment_image(table: Table) -> bytes:
         return bytes(file.id.get_file_image())
 
 
+#: What HDF5 and numpy say of files that are none of ours.
+_UNREADABLE = (OSError, KeyError, ValueError, TypeError, OverflowError, RuntimeError)
+
+
 class Segment:
     """One whole segment (the journal says which are), read through a memory map.
 
@@ -224,38 +228,45 @@ class Segment:
                     )
                 self.entries = int(file.attrs["records"])
                 self._find(file, NUMBERS)
-        except (OSError, KeyError) as error:
-            raise InternalError(f"segment {path} cannot be read: {error}") from error
+        except _UNREADABLE as error:
+            raise self._damaged(error) from error
 
     def numbers(self) -> Table:
-        """Map the columns `NUMBERS` alone: whose answers they are, and how much each takes."""
-        return self._mapped(NUMBERS[: -len(OFFSETS)], OFFSETS, ())
+        """Map the columns `NUMBERS` alone: whose answers they are, and how much each takes.  Raises InternalError where
+        they do not fit together."""
+        try:
+            return self._mapped(NUMBERS[: -len(OFFSETS)], OFFSETS, ())
+        except _UNREADABLE as error:
+            raise self._damaged(error) from error
 
     def table(self) -> Table:
-        """Map every column; an answer costs memory when it is touched."""
+        """Map every column; an answer costs memory when it is touched.  Raises InternalError where they do not fit
+        together."""
         names = (*FIXED, *OFFSETS, *RAGGED)
         try:
             if len(self._places) < len(names):
                 with h5py.File(self.path, "r", locking=False) as file:
                     self._find(file, names)
-        except (OSError, KeyError) as error:
-            raise InternalError(f"segment {self.path} cannot be read: {error}") from error
-        return self._mapped(FIXED, OFFSETS, RAGGED)
+            return self._mapped(FIXED, OFFSETS, RAGGED)
+        except _UNREADABLE as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> InternalError:
+        return InternalError(f"segment {self.path} cannot be read: {error}")
 
     def _find(self, file: h5py.File, names: Iterable[str]) -> None:
         self._places |= {name: _place(file, name) for name in names if name not in self._places}
 
     def _mapped(self, fixed: Iterable[str], offsets: Iterable[str], ragged: Iterable[str]) -> Table:
-        try:
-            with open(self.path, "rb") as source:
-                mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise InternalError(f"segment {self.path} cannot be read: {error}") from error
+        with open(self.path, "rb") as source:
+            mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
 
         def columns(names: Iterable[str]) -> dict[str, Array]:
             return {name: self._column(mapped, name) for name in names}
 
-        return Table(self.entries, columns(fixed), columns(offsets), columns(ragged))
+        table = Table(self.entries, columns(fixed), columns(offsets), columns(ragged))
+        _check(table)
+        return table
 
     def take(self, entry: Index) -> Table:
         """Return the entries `entry` int64 [k], in that order."""
@@ -269,9 +280,25 @@ class Segment:
         return np.ndarray(shape, dtype, buffer=mapped, offset=offset)
 
 
+def _check(table: Table) -> None:
+    """Raise ValueError unless every column has the length that the others promise; reads offsets alone."""
+    for name, column in table.fixed.items():
+        if len(column) != table.entries:
+            raise ValueError(f"{name} has {len(column)} entries, expected {table.entries}")
+    for name, offsets in table.offsets.items():
+        if len(offsets) != table.entries + 1 or offsets[0] or (np.diff(offsets) < 0).any():
+            raise ValueError(f"{name} does not cut its values into {table.entries} entries")
+    for name, values in table.values.items():
+        if len(values) != table.offsets[RAGGED[name][0]][-1]:
+            raise ValueError(f"{name} has {len(values)} values, expected {table.offsets[RAGGED[name][0]][-1]}")
+
+
 def _place(file: h5py.File, name: str) -> tuple[int | None, tuple[int, ...]]:
     dataset = h5py.h5d.open(file.id, name.encode())
-    return dataset.get_offset(), dataset.shape
+    place, shape = dataset.get_offset(), dataset.shape
+    if dataset.dtype != DTYPES[name] or len(shape) != 1 or (place is None and shape[0]):
+        raise ValueError(f"{name} of {dataset.dtype} {list(shape)} is not stored plainly as {DTYPES[name]}")
+    return place, shape
 
 
 def attempt_of(name: str) -> int:

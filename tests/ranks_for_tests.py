@@ -58,20 +58,23 @@ class ToyRank:
 
 class Toy:
     """All ranks and the true lengths.  lengths[i]: tokens that sequence i generates; fails(): whether a copy fails;
-    hiccups(): whether a rank makes a sequence yield of its own; seconds(active, size): time of one step."""
+    refuses(): whether a group cannot be made; hiccups(): whether a rank makes a sequence yield of its own;
+    seconds(active, size): time of one step."""
 
     def __init__(
         self, lengths: list[int], ranks: int, slots: int, pages: int, *, prompt: int = 10,
         fails: Callable[[], bool] = lambda: False, hiccups: Callable[[], bool] = lambda: False,
+        refuses: Callable[[], bool] = lambda: False,
         seconds: Callable[[int, int], float] = lambda active, size: 0.01 * (1 + active) / size,
     ) -> None:
         self.lengths, self.prompt = lengths, prompt
         self.ranks = [ToyRank(rank, slots, pages) for rank in range(ranks)]
         self.decoded = [0] * len(lengths)
-        self.fails, self.hiccups, self.seconds = fails, hiccups, seconds
+        self.fails, self.hiccups, self.refuses, self.seconds = fails, hiccups, refuses, seconds
         self.groups: dict[int, range] = {}
         self.ends: list[int] = []
-        self.seen: dict[str, int] = {"yield": 0, "migrate": 0, "combine": 0, "partition": 0, "alone": 0, "failed": 0}
+        self.seen: dict[str, int] = dict.fromkeys(
+            ("yield", "migrate", "combine", "partition", "alone", "failed", "refused"), 0)
         self.clock = 0.0
 
     def pages_of(self, name: int) -> int:
@@ -174,6 +177,12 @@ class Toy:
         for rank in group:
             assert not self.ranks[rank].follows
             assert self.ranks[rank].has() == ({order.sequence} if rank == order.leader else set())
+        if self.refuses():
+            leader.says(State.YIELDED, order.sequence)
+            leader.says(State.ACTIVE, order.sequence)
+            self.seen["refused"] += 1
+            return
+        for rank in group:
             self.ranks[rank].follows = rank != order.leader
         leader.active.remove(order.sequence)
         leader.leads = order.sequence

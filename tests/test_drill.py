@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from ranks_for_tests import Toy, dice, live
+from ranks_for_tests import Toy, live
 
 from bgmpi import values
 from bgmpi.drill import Drill
@@ -66,16 +64,3 @@ def test_a_model_that_cannot_be_sharded_is_never_partitioned() -> None:
     rules = Rules(round_steps=8, page_tokens=64, partition=True, shardable=False)
     live(Scheduler(2, 2, rules, Drill(partitions=1)), toy, [500] * 2)
     assert toy.seen["partition"] == 0
-
-
-@given(
-    st.lists(st.integers(1, 120), min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 6), st.integers(4, 60),
-    st.tuples(*[st.integers(0, 4)] * 3), st.integers(0, 1000), st.booleans(),
-)
-@settings(deadline=None, max_examples=40)
-def test_all_laws_hold_in_every_round_whatever_is_drilled_fails_or_ends(
-    lengths: list[int], ranks: int, slots: int, pages: int, every: tuple[int, int, int], seed: int, needed: bool
-) -> None:
-    toy = Toy(lengths, ranks, slots, pages, fails=dice(seed, 0.2), hiccups=dice(seed + 1, 0.05))
-    rules = Rules(round_steps=4, page_tokens=64, migrate=needed, partition=needed)
-    live(Scheduler(len(lengths), ranks, rules, Drill(*every)), toy, [130] * len(lengths))

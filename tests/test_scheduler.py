@@ -230,24 +230,6 @@ def told(instructions: object) -> bytes:
     return msgspec.json.encode(instructions, enc_hook=lambda value: np.asarray(value).tolist())
 
 
-@given(
-    st.lists(st.integers(1, 90), max_size=50), st.integers(1, 5), st.integers(1, 6), st.integers(0, 1000)
-)
-@settings(deadline=None, max_examples=25)
-def test_every_sequence_is_admitted_once_and_the_job_ends(
-    lengths: list[int], ranks: int, slots: int, seed: int
-) -> None:
-    scheduler, seen = Scheduler(len(lengths), ranks, RULES), []
-    toy = Toy(lengths, ranks, slots, pages=slots * 5, hiccups=dice(seed, 0.1))
-
-    def watch(events: list[object], said: list[list[object]]) -> None:
-        seen.extend(name for names in admitted(said) for name in names)
-
-    live(scheduler, toy, [90] * len(lengths), watch=watch)
-    assert sorted(seen) == list(range(len(lengths)))
-    assert scheduler.queued == 0
-
-
 def test_a_signal_on_one_rank_stops_all_at_the_same_boundary() -> None:
     scheduler = Scheduler(3, 2, RULES)
     scheduler.handle([report(0), report(1), arrived(0, 1), InputEnded()])

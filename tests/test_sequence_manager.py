@@ -8,61 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_rank import TIERS, advance, boundary, entry, make, run_to_end
 
-from bgmpi.backlog import Entry
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
-from bgmpi.kv_places import KvPlaces
 from bgmpi.request import Finish
 from bgmpi.sequence_manager import Hold, SequenceManager, Way
-
-
-def entry(sequence: int, prompt: int, new: int, level: int = 0) -> Entry:
-    return Entry(sequence, np.arange(prompt, dtype=np.int32), prompt, prompt + new, level=level)
-
-
-def make(
-    slots: int = 4, pages: int = 64, page_tokens: int = 4, budget: int = 16, hold: Hold = Hold.LONGEST, **places: Any
-) -> SequenceManager:
-    kv = KvPlaces(slots=slots, page_tokens=page_tokens, pages=pages, **places)
-    return SequenceManager(kv, slots=slots, budget=budget, most_tokens=200, hold=hold)
-
-
-def boundary(manager: SequenceManager) -> list[int]:
-    """Do what a rank does at a page boundary, bytes left out; -> the sequences that gave up their KV."""
-    gave_up: list[int] = []
-    for _ in range(200):
-        eviction = manager.evict()
-        if eviction is None:
-            break
-        names = manager.active_set.sequence[eviction.slots].tolist()
-        if manager.evicted(eviction):
-            gave_up += names
-        manager.check()
-    else:
-        raise AssertionError("evictions without end")
-    manager.refill()
-    if len(back := manager.recall()):
-        manager.recalled(back)
-    manager.check()
-    manager.promoted(manager.promote())
-    manager.check()
-    return gave_up
-
-
-def advance(manager: SequenceManager, stop_after: dict[int, int] | None = None) -> list[tuple[int, int]]:
-    """Make one step with made-up tokens; -> (sequence, tokens known) of those that ended."""
-    plan = manager.plan()
-    assert plan is not None
-    slots = plan.slots[plan.emits]
-    tokens = (manager.active_set.sequence[slots] * 1000 + manager.active_set.known[slots]).astype(np.int32)
-    decoded = manager.active_set.known[slots] - manager.active_set.prompt[slots] + 1
-    limits = np.array([(stop_after or {}).get(int(s), 10**9) for s in manager.active_set.sequence[slots]])
-    ended = manager.commit(plan, tokens, decoded >= limits, np.zeros(len(slots), bool))
-    names = [(int(manager.active_set.sequence[s]), int(manager.active_set.known[s])) for s in ended.slots]
-    manager.retire(ended)
-    manager.check()
-    return names
 
 
 def test_a_long_prompt_is_cut_to_the_budget_behind_the_decoding_ones() -> None:
@@ -151,35 +102,6 @@ def test_an_entry_that_can_never_fit_is_an_internal_error_here() -> None:
         make(pages=2).admit([entry(0, 4, 100)])
 
 
-def run_to_end(manager: SequenceManager, stops: dict[int, int]) -> dict[int, int]:
-    """Run rounds of one page until all ended; -> tokens known at the end by sequence."""
-    ended: dict[int, int] = {}
-    for _ in range(2000):
-        boundary(manager)
-        if not len(manager.active):
-            assert len(manager.backlog) == 0
-            return ended
-        for _ in range(manager.kv.page_tokens):
-            if manager.plan() is None:
-                break
-            for name, known in advance(manager, stops):
-                assert name not in ended
-                ended[name] = known
-            manager.refill()
-            manager.promoted(manager.promote())
-    raise AssertionError("livelock: 2,000 rounds and not all sequences ended")
-
-
-TIERS: dict[str, dict[str, Any]] = {
-    "in place": {},
-    "device, streamed decode": {"device_pages": 5, "streamed_most": 15},
-    "device, others wait": {"device_pages": 15, "streamed_most": 15, "stream": False},
-    "disk": {"disk_pages": 30, "streamed_most": 15},
-    "small disk": {"disk_pages": 5, "streamed_most": 15},
-    "device and disk": {"device_pages": 6, "disk_pages": 40, "streamed_most": 15},
-}
-
-
 @pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS.keys())
 @given(
     jobs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30), st.integers(1, 30)), min_size=1, max_size=14),
@@ -189,7 +111,7 @@ TIERS: dict[str, dict[str, Any]] = {
     hold=st.sampled_from(Hold),
     levels=st.lists(st.integers(0, 3), min_size=14, max_size=14),
 )
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 def test_every_sequence_ends_once_with_its_tokens_whatever_the_pools_and_levels(
     tiers: dict[str, Any], jobs: list[tuple[int, int, int]], slots: int, extra_pages: int, budget: int, hold: Hold,
     levels: list[int],
@@ -203,42 +125,6 @@ def test_every_sequence_ends_once_with_its_tokens_whatever_the_pools_and_levels(
         assert pool is None or pool.free == pool.pages
     assert manager.generated_tokens == sum(min(new, stop) for _, new, stop in jobs)
     assert manager.prompt_tokens - manager.wasted_tokens <= sum(prompt for prompt, _, _ in jobs)
-
-
-@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS.keys())
-@given(
-    jobs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=8),
-    slots=st.integers(1, 4),
-    extra_pages=st.integers(0, 12),
-    turns=st.lists(st.integers(0, 15), max_size=40),
-)
-@settings(deadline=None, max_examples=60)
-def test_everybody_ends_whoever_is_suspended_whenever(
-    tiers: dict[str, Any], jobs: list[tuple[int, int]], slots: int, extra_pages: int, turns: list[int]
-) -> None:
-    """KV that suspended ones keep may not stand in the way of the oldest for ever."""
-    fits = max(-(-(prompt + new) // 4) for prompt, new in jobs)
-    manager = make(slots=slots, pages=fits + extra_pages, **tiers)
-    manager.admit([entry(i, prompt, new) for i, (prompt, new) in enumerate(jobs)])
-    ended: dict[int, int] = {}
-    held = np.empty(0, np.int64)
-    for turn in turns:
-        boundary(manager)
-        names = manager.active_set.sequence[manager.active]
-        manager.backlog.combine(held)
-        held = names[[bool(turn >> place % 4 & 1) for place in range(len(names))]]
-        if manager.places.device is not None:
-            resident = manager.active_set.slots_of(held)
-            manager.places.end_demotion(resident[manager.places.resident[resident]])
-        manager.suspend(held)
-        manager.check()
-        for _ in range(2):
-            if manager.plan() is not None:
-                ended |= dict(advance(manager))
-    manager.backlog.combine(held)
-    ended |= run_to_end(manager, {})
-    assert ended == {i: prompt + new for i, (prompt, new) in enumerate(jobs)}
-    assert manager.kv.free == manager.kv.pages
 
 
 def test_the_more_urgent_start_first_and_equals_in_their_order() -> None:
