@@ -25,8 +25,8 @@ from bgmpi.io.segments import parts_folder
 from bgmpi.world import CODE_FILE
 
 STEP = "bgmpi.executor:Executor.step"
-#: Time that a stuck rank has here, and what may pass until all have left: two looks, telling, srun's manners.
-LIMIT, LATER = 3.0, 8.0
+#: Time that a stuck rank has here, and what may pass until all have left: telling, and what srun waits before SIGKILL.
+LIMIT, LATER = 3.0, 12.0
 
 
 @pytest.fixture(scope="module")
