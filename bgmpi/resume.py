@@ -81,6 +81,7 @@ def look(job: Job, environ: Mapping[str, str], stack: ExitStack) -> Resumption:
     match start:
         case Start.NOTHING:
             _LOG.info("%s holds the whole answer to this job: nothing is left to do", config.output_file)
+            remove_parts(folder)  # what a kill left of them
             return Resumption(0, start, nothing_left(0), {}, summary=_summary(Path(config.output_file)))
         case Start.FRESH:
             return Resumption(FIRST, start, nothing_left(int(first[-1])), {})

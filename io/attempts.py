@@ -35,6 +35,8 @@ _MANIFEST = "attempt-{:04d}.json"
 _ROWS = "rows-{}.h5"
 _NUMBERED = re.compile(r"\.?(?:attempt|journal|segment|progress)-(\d+)")
 LOCK = "lock"
+#: While this file is in a folder nothing else there counts: it is being removed.
+VOID = "void"
 #: Everything that this room writes, as patterns.
 PATTERNS = ("attempt-*.json", ".attempt-*.tmp", "rows-*.h5", ".rows-*.tmp", LOCK)
 
@@ -66,6 +68,8 @@ class RowMap:
 def read_attempts(folder: Path) -> tuple[tuple[Attempt, ...], tuple[str, ...]]:
     """Return the attempts whose manifests can be read, oldest first, and one sentence for each that cannot."""
     attempts, damaged = [], []
+    if (folder / VOID).exists():
+        return (), ()
     for path in sorted(folder.glob(PATTERNS[0])):
         try:
             attempts.append(msgspec.json.decode(path.read_bytes(), type=Attempt))

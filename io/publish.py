@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,12 +25,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from bgmpi.errors import InternalError
+from bgmpi.errors import InternalError, WriteError
 from bgmpi.io import attempts
 from bgmpi.io.attempts import RowMap
 from bgmpi.io.collected import Collected, Source, collect
 from bgmpi.io.columns import FINISH, FIXED, RAGGED, STATUS, Array, Index, Table, concatenate, cuts_by_bytes, empty
-from bgmpi.io.durable import HdfSink, remove_if_there, replacing
+from bgmpi.io.durable import HdfSink, remove_if_there, replacing, write_durably
 from bgmpi.io.journal import PREFIX, JournalReading
 
 FORMAT = "bgmpi-results"
@@ -143,13 +144,19 @@ def publish_collected(
 
 
 def remove_parts(folder: str | os.PathLike[str]) -> None:
-    """Remove the segments and journals of `folder`, and the folder when nothing else is in it."""
+    """Remove the segments and journals of `folder`, and the folder when nothing else is in it.
+
+    All of it counts or nothing does: should a kill leave the half, no later attempt takes it for a job's answers.
+    """
     folder = Path(folder)
-    # Journals first: a kill between leaves no record without its file.
+    if folder.is_dir():
+        with suppress(WriteError):  # a full disk: go on, journals first, so that no record is left without its file
+            write_durably(folder / attempts.VOID, b"")
     files = ("segment-*.h5", ".segment-*.tmp", "progress-*.h5", ".progress-*.tmp")
     for pattern in (f"{PREFIX}*.jsonl", *files, *attempts.PATTERNS):
         for path in sorted(folder.glob(pattern)):
             remove_if_there(path)
+    remove_if_there(folder / attempts.VOID)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 

@@ -108,6 +108,8 @@ def test_a_kill_at_any_instant_loses_and_doubles_nothing(
     ended = run(1, *words(model, requests, output), expect=3)
     assert jobs.tokens_of(output) == expected
     assert not parts_folder(output).exists()
+    if instant == "parts half removed":
+        assert "nothing is left to do" in ended.stderr, ended
     if before:
         errors = sum(sample < 0 for _, sample in before)
         assert f"{len(before) - errors} are done, {errors} are errors" in ended.stderr, ended
