@@ -145,7 +145,10 @@ def publish_collected(
 
 
 def remove_parts(folder: str | os.PathLike[str]) -> None:
-    """Remove the segments and journals of `folder`, and the folder when nothing else is in it."""
+    """Remove the segments and journals of `folder`, and the folder when nothing else is in it.
+
+    All of it counts or nothing does: should a kill leave the half, no later attempt takes it for a job's answers.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         return

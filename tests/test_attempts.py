@@ -74,6 +74,26 @@ def test_a_number_is_never_used_twice_whatever_is_left(tmp_path: Path) -> None:
     assert next_number(tmp_path) == 7
 
 
+def test_parts_that_were_half_removed_count_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "parts"
+    for number in (1, 2):
+        begin(folder, number, "aa", contents(1))
+    with monkeypatch.context() as patch:
+
+        def killed(path: Path) -> None:
+            if path.name == "attempt-0002.json":
+                raise KeyboardInterrupt
+            path.unlink()
+
+        patch.setattr("bgmpi.io.publish.remove_if_there", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove_parts(folder)
+    assert (folder / "attempt-0002.json").exists() and read_attempts(folder) == ((), ())
+    remove_parts(folder)
+    assert not folder.exists()
+    remove_parts(folder)
+
+
 def test_two_jobs_never_write_one_output(tmp_path: Path) -> None:
     warnings: list[str] = []
     opens = "from pathlib import Path\nfrom bgmpi.io.attempts import alone\n"
