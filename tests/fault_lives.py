@@ -95,8 +95,9 @@ def live(job: Job, kills: Iterable[Kill], folder: Path, start: Start = start_her
             if outcome.struck:
                 continue
             if kill.instant.when != "ms" and again and len(life.outcomes) > 1:  # the job was too near its end
-                life.outcomes.pop()
                 queue.appendleft((kill, False))
+                if not outcome.faults:
+                    life.outcomes.pop()
             break
         else:
             last = life.outcomes[-1].kill
