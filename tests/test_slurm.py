@@ -30,6 +30,10 @@ if [ "$SLURM_PROCID" = 1 ]; then
     if [ -n "${STAND_IN_ABORT:-}" ]; then echo "$STAND_IN_ABORT" > "$RUN_CODE_FILE"; kill -9 $$; fi
     exit "${STAND_IN_CODE:-0}"
 fi
+if [ -n "${STAND_IN_KILLED:-}" ]; then
+    if [ "$SLURM_PROCID" = "$STAND_IN_KILLED" ]; then kill -9 $$; fi
+    exec sleep 300
+fi
 sleep 1
 """
 
@@ -165,6 +169,15 @@ def test_c77_the_scripts_exit_code_is_that_of_the_program(cluster: Cluster, stan
 def test_c77_a_rank_that_aborts_by_a_signal_can_note_its_code_before(cluster: Cluster, stand_in: Path) -> None:
     ended, log = cluster.sbatch(stand_in / "work", ["-N", "4", "../slurm/run_batch.sh"], env={"STAND_IN_ABORT": "70"})
     assert ended.returncode == 70, f"{ended}\n{log}"
+
+
+def test_c76_a_killed_rank_ends_the_script_and_frees_the_allocation(cluster: Cluster, stand_in: Path) -> None:
+    """The others would work on for five minutes."""
+    ended, log = cluster.sbatch(
+        stand_in / "work", ["-N", "4", "../slurm/run_batch.sh"], env={"STAND_IN_KILLED": "3"}, limit=90
+    )
+    assert ended.returncode == 128 + 9, f"{ended}\n{log}"
+    assert ended.seconds < 60
 
 
 @pytest.mark.parametrize("way", ["relative path", "absolute path", "sh", "other folder"])
