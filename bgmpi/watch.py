@@ -11,6 +11,8 @@ the stuck ones and leaves by `os._exit`; a launcher ends the others by SIGKILL a
 is not 0 (srun with --kill-on-bad-exit), also those that are stopped.  MPI's own Abort is not used: it needs the library
 that the main thread may hold.  Whatever could block on the way (a full pipe, a dead file system) is waited for briefly.
 
+They leave with "run again" (75): what is stuck is most often the machine, and what had been saved is good.
+
 Time is counted only while the thread runs, so a job that a batch system suspends is not late when it goes on.
 A watch that cannot be set up costs a line in the log and never the job.
 """
@@ -196,7 +198,7 @@ class Watch:
     def _end(self, stall: Stall) -> None:
         """Say why, tell all, leave."""
         flag, limit = self._limit(stall)
-        _briefly(lambda: note_exit_code(ExitCode.INTERNAL))
+        _briefly(lambda: note_exit_code(ExitCode.STOPPED))
         last = "%s: the job ends, for the limit is %g s (%s); finished rows are safe, start it again to go on"
         _briefly(lambda: _LOG.error(last, stall.told(), limit, flag))
         order = End([one.rank for one in stall.culprits][:_DUMPING])
@@ -212,7 +214,7 @@ class Watch:
         else:
             time.sleep(_GRACE)
         self.closed = True
-        self.leave(int(ExitCode.INTERNAL))
+        self.leave(int(ExitCode.STOPPED))
 
 
 @contextmanager

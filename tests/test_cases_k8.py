@@ -201,7 +201,7 @@ def test_c58_a_rank_asleep_in_load_is_named_and_the_job_does_not_wait_for_ever(t
     argv = ["run", "--model", model, "-i", requests, "-o", tmp_path / "out.h5", "--dtype", "float32"]
     asleep = [*stall_words(1, "bgmpi.model:Model.__init__"), *argv, "--heartbeat", "30", "--startup-timeout", "15"]
     ended = launch.mpiexec(3, asleep, limit=60, env={CODE_FILE: str(tmp_path / "code")})
-    assert ended.returncode not in (0, 2, 3) and (tmp_path / "code").read_text() == "70", ended
+    assert ended.returncode not in (0, 2, 3) and (tmp_path / "code").read_text() == "75", ended
     late = [line.split(" ", 3) for line in ended.stderr.splitlines() if "'loading weights'" in line]
     assert late[0][1] == "WARNING" and late[-1][1] == "ERROR", ended
     assert all(speaker.startswith("0/") and text.startswith("rank 1/") for _, _, speaker, text in late), ended

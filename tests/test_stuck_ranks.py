@@ -64,7 +64,7 @@ def stuck(argv: list[str | Path], output: Path, **settings: str) -> tuple[launch
     now = time.time()
     begun = re.search(r"stuck at (\d+\.\d+)", ended.stderr)
     assert begun, ended
-    assert ended.returncode not in (0, 2, 3) and code.read_text() == "70", ended
+    assert ended.returncode not in (0, 2, 3) and code.read_text() == "75", ended
     assert not orphans(output)
     return ended, now - float(begun[1])
 
@@ -126,7 +126,7 @@ def test_a_lone_rank_watches_itself(work: tuple[Path, Path, list[list[int]]], tm
     model, requests, _ = work
     output = tmp_path / "out.h5"
     ended, seconds = stuck([*stall_words(0, STEP, "sleep", 9), *words(model, requests, output)], output)
-    assert "ERROR 0/" in ended.stderr and "in stand_still" in ended.stderr and ended.returncode == 70
+    assert "ERROR 0/" in ended.stderr and "in stand_still" in ended.stderr and ended.returncode == 75
     assert LIMIT <= seconds < LIMIT + LATER, ended
 
 

@@ -94,7 +94,7 @@ def test_all_leave_and_the_rank_that_they_wait_for_is_named_with_its_stacks(
     monkeypatch.setenv(CODE_FILE, str(tmp_path / "code"))
     with ranks(at(Phase.ORDERS, waits=True), at(Phase.STEP), at(Phase.ORDERS, waits=True)) as left:
         assert until(lambda: all(left))
-    assert left == [[70]] * 3 and (tmp_path / "code").read_text() == "70"
+    assert left == [[75]] * 3 and (tmp_path / "code").read_text() == "75"
     warned, ended = [one for one in caplog.records if one.name == "bgmpi.watch"]
     assert warned.levelno == logging.WARNING and ended.levelno == logging.ERROR
     for record in (warned, ended):
@@ -163,7 +163,7 @@ def test_a_rank_that_hears_nobody_watches_itself(caplog: pytest.LogCaptureFixtur
     time.sleep(0.5)
     alone.closed = True
     thread.join()
-    assert left == [70]
+    assert left == [75]
     (said,) = [one.getMessage() for one in caplog.records if one.name == "bgmpi.watch"]
     assert said.startswith("rank 1/n1 has not gone on")
 
@@ -198,5 +198,5 @@ def test_time_in_which_a_process_is_stopped_does_not_count() -> None:
     time.sleep(2.5)
     os.kill(process.pid, signal.SIGCONT)
     process.communicate(timeout=30)
-    assert process.returncode == 70
+    assert process.returncode == 75
     assert time.monotonic() - began > 2.5 + 1
