@@ -95,7 +95,7 @@ class CpuExpertsInTurn:
         first, busy, token = (book.ctypes.data + 8 * place for place in (0, 2, 4))
         weights: NDArray[np.int64] = np.array([gate_up.data_ptr(), down.data_ptr()])
         self._team.run(cpu_expert_kernels.experts_up, wide.data_ptr(), 4 * width, first, busy, token,
-                       weights.ctypes.data, width, inner, kind, size, hidden.data_ptr(), tokens)
+                       weights.ctypes.data, width, inner, kind, size, hidden.data_ptr(), tokens, 0, 4, 4)
         self._team.run(cpu_expert_kernels.experts_down, hidden.data_ptr(), first, busy, weights.ctypes.data + 8, inner,
-                       width, kind, size, y.data_ptr(), tokens)
+                       width, kind, size, y.data_ptr(), tokens, 4, 0, 4)
         return y

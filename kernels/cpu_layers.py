@@ -113,8 +113,8 @@ class PlainLinear:
         if tokens and self._rows:
             wide = last_contiguous(x.float())
             self._team.run(
-                cpu_dot_kernels.linear, wide.data_ptr(), wide.stride(0) * 4, *self._address, result.data_ptr(), tokens,
-                *self._words,
+                cpu_dot_kernels.linear, wide.data_ptr(), wide.stride(0) * 4, 0, *self._address, result.data_ptr(),
+                tokens, 1, *self._words, 4,
             )
         return result
 
@@ -239,9 +239,9 @@ class CpuExperts:
         y = torch.empty(pairs.counted, width)
         gate_up, down = self._addresses
         self._team.run(cpu_expert_kernels.experts_up, wide.data_ptr(), 4 * width, pairs.first, pairs.busy, pairs.token,
-                       gate_up.ctypes.data, width, inner, kind, size, hidden.data_ptr(), pairs.most)
+                       gate_up.ctypes.data, width, inner, kind, size, hidden.data_ptr(), pairs.most, 0, 4, 4)
         self._team.run(cpu_expert_kernels.experts_down, hidden.data_ptr(), pairs.first, pairs.busy, down.ctypes.data,
-                       inner, width, kind, size, y.data_ptr(), pairs.most)
+                       inner, width, kind, size, y.data_ptr(), pairs.most, 4, 0, 4)
         rows_at[:] = pairs.bounds[:-1]
         rows_at *= 4 * width
         rows_at += y.data_ptr()
