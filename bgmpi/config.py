@@ -117,6 +117,10 @@ class Config:
     partition: bool = _option(
         "batching", True, switch, "off: the last sequences are not spread over idle ranks, for comparison")
 
+    deterministic: bool = _option(
+        "batching", False, switch, "answers equal to the last bit whatever shares a batch, on any number of ranks; "
+        "slower")
+
     page_tokens: int = _option(
         "memory", 64, size(), "tokens in a page of KV", aliases=("block_size",))
     host_kv_memory: int | None = _option(
