@@ -133,8 +133,8 @@ def sum_parts(p):
 def sum_pairs(p):
     """Sum each token's weighted parts in float32, in ascending expert number.
 
-    1 parts, 2 row of each pair int64 [T, A], 3 expert int32 [T, A], -1 for none, 4 weight float32 [T, A], 5 T, 6 A, 7 D,
-    8 kind, 9 size, 10 out.
+    1 parts, 2 row of each pair int64 [T, A], 3 expert int32 [T, A], -1 for none, 4 weight float32 [T, A], 5 T, 6 A,
+    7 D, 8 kind, 9 size, 10 out.
     """
     word = carray(p, 11, np.int64)
     tokens, active, width, kind, size = word[5], word[6], word[7], word[8], word[9]

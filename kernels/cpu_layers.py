@@ -225,8 +225,8 @@ class CpuExperts:
         tokens, active = expert.shape
         run = self._team.run if x.numel() > ALONE else self._team.run_alone
         run(cpu_expert_kernels.combine, expert.data_ptr(), weight.data_ptr(), pairs.first, pairs.place, pairs.column,
-            rows_at.ctypes.data, KIND[dtype], dtype.itemsize, result.data_ptr(), tokens, active, x.shape[1], KIND[x.dtype],
-            x.element_size())
+            rows_at.ctypes.data, KIND[dtype], dtype.itemsize, result.data_ptr(), tokens, active, x.shape[1],
+            KIND[x.dtype], x.element_size())
         del kept
         return result
 

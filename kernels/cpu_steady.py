@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError
-from bgmpi.kernels import cpu_dot_kernels, cpu_expert_kernels
+from bgmpi.kernels import cpu_dot_kernels
 from bgmpi.kernels.cpu_layers import KIND, CpuExperts, Pairs, check_rows
 from bgmpi.kernels.team import Team
 from bgmpi.kernels.vector_code import compiled_for_pairs
