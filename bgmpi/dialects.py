@@ -54,7 +54,7 @@ FOREIGN = (
     Foreign(("--json-model-override-args", "--hf-overrides"), (), "edit a copy of config.json in the model's folder"),
     Foreign(("--override-generation-config",), (), "use --temperature, --top-p, --top-k, --min-p, "
             "--repetition-penalty and --max-tokens"),
-    Foreign(("--plan", "--deterministic", "--max-errors", "--stop-before-walltime"), (), "not in this version"),
+    Foreign(("--plan", "--max-errors", "--stop-before-walltime"), (), "not in this version"),
 )
 
 
