@@ -22,6 +22,7 @@ from bgmpi.sampling import Drawn, Sampler
 
 VOCAB = 512
 NONE = np.zeros(0, np.int32)
+Answers = list[tuple[list[int], list[float]]]
 PROMPT = np.array([4, 5], np.int32)
 
 
@@ -175,7 +176,7 @@ def greedy(model: Path, requests: Path, output: Path, *more: str) -> list[str | 
     return ["--model", model, "-i", requests, "-o", output, "--dtype", "bfloat16", *more]
 
 
-def answers(path: Path) -> list[tuple[list[int], list[float]]]:
+def answers(path: Path) -> Answers:
     """Return ids and log-probabilities of every row."""
     with h5py.File(path, "r") as file:
         assert file.attrs["complete"] == 1
@@ -184,7 +185,7 @@ def answers(path: Path) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.fixture(scope="module")
-def one_by_one(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[int], list[float]]]:
+def one_by_one(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What a lone rank answers to C28's prompts, one sequence after another."""
     folder = tmp_path_factory.mktemp("one")
     requests = write_greedy(folder / "r.jsonl", PROMPTS)
@@ -196,7 +197,7 @@ def one_by_one(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.timeout(200)
 @launch.on_ranks(1, 2, 4)
 def test_c28_a_greedy_answer_depends_neither_on_batch_size_nor_on_order_nor_on_ranks(
-    models: dict[str, Path], one_by_one: list[tuple[list[int], list[float]]], ranks: int, tmp_path: Path
+    models: dict[str, Path], one_by_one: Answers, ranks: int, tmp_path: Path
 ) -> None:
     order = np.random.default_rng(0).permutation(len(PROMPTS)).tolist()
     ahead = write_greedy(tmp_path / "ahead.jsonl", PROMPTS)
