@@ -140,10 +140,8 @@ class PlainHeads:
         return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
 
     def heads(self, start: int, stop: int) -> PlainHeads:
-        """Return the weights of heads [start, stop)."""
-        part = object.__new__(PlainHeads)
-        part._weight = self._weight[start:stop]
-        return part
+        """Return the weights of heads [start, stop), a view."""
+        return PlainHeads(self._weight[start:stop].transpose(1, 2))
 
 
 def silu_mul(team: Team, gate_up: torch.Tensor) -> torch.Tensor:
