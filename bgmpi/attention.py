@@ -140,6 +140,7 @@ class LatentAttention:
         assert latent is not None, "latent attention of an architecture without it"
         self.backend, self.scale, self.heads = backend, arch.scale, arch.heads
         self.rank, self.rope, self.query_rank = latent.rank, latent.rope, latent.query_rank
+        self.value = latent.value
         order = _halves_order(latent.rope) if latent.interleaved else torch.arange(latent.rope)
         # The rotary columns of a query head come first, where `Backend.rotate` looks for them.
         head_order = torch.cat([latent.nope + order, torch.arange(latent.nope)])
@@ -160,8 +161,8 @@ class LatentAttention:
         self.down = backend.linear(torch.cat([first, kv_down]), first_bias)
         self.kv_norm = read("kv_down_norm")
         unfold = read("kv_up").view(arch.heads, latent.nope + latent.value, latent.rank)
-        self.keys_in = unfold[:, : latent.nope].contiguous()  # [H, nope, rank]
-        self.values_out = unfold[:, latent.nope :].transpose(1, 2).contiguous()  # [H, rank, value]
+        self.keys_in = backend.head_linear(unfold[:, : latent.nope].transpose(1, 2))  # [H, rank, nope]
+        self.values_out = backend.head_linear(unfold[:, latent.nope :])  # [H, value, rank]
         self.output = backend.linear(read("output"), read("output_bias") if arch.output_bias else None)
 
     def __call__(
@@ -179,11 +180,10 @@ class LatentAttention:
             query = self.query_up(backend.rms_norm(query.contiguous(), self.query_norm, _LATENT_NORM_EPS))
         query = backend.rotate(query.reshape(tokens, self.heads, -1), cos, sin)  # [T, H, rope + nope]
         absorbed = latent.new_empty(tokens, self.heads, self.rank + self.rope)  # [T, H, L]
-        absorbed[..., : self.rank] = torch.bmm(query[..., self.rope :].transpose(0, 1), self.keys_in).transpose(0, 1)
+        absorbed[..., : self.rank] = self.keys_in(query[..., self.rope :])
         absorbed[..., self.rank :] = query[..., : self.rope]
         seen = backend.attend_latent(absorbed, layer_pages, plan, self.scale, self.rank)  # [T, H, rank]
-        values = torch.bmm(seen.transpose(0, 1), self.values_out).transpose(0, 1)  # [T, H, value]
-        return self.output(values.reshape(tokens, -1))
+        return self.output(self.values_out(seen).reshape(tokens, -1))  # from [T, H, value]
 
 
 def _halves_order(width: int) -> torch.Tensor:

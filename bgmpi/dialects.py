@@ -56,7 +56,7 @@ FOREIGN = (
     Foreign(("--json-model-override-args", "--hf-overrides"), (), "edit a copy of config.json in the model's folder"),
     Foreign(("--override-generation-config",), (), "use --temperature, --top-p, --top-k, --min-p, "
             "--repetition-penalty and --max-tokens"),
-    Foreign(("--plan", "--deterministic"), (), "not in this version"),
+    Foreign(("--plan",), (), "not in this version"),
 )
 
 

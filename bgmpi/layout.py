@@ -69,7 +69,7 @@ def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
     cores, allowed = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
     threads = threads_for(world.node_size, config.threads, cores, allowed)
     name = "cpu" if config.backend == "auto" else config.backend
-    backend = open_backend(name, world if world.size > 1 else None, threads)
+    backend = open_backend(name, world if world.size > 1 else None, threads, config.deterministic)
     weights = together(world, lambda: _plan_weights(job, world))
     model = together(world, lambda: _model(job, world, backend, weights, stack))
     world.barrier()  # all weights are loaded, else one rank would take for free what another still needs

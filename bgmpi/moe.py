@@ -3,7 +3,8 @@
 The router decides in float32 whatever the model's dtype (cases C35 to C40), because two experts that differ in the
 fourth digit must not change places with the batch size.  A plain float32 product does exactly that: its rounding
 depends on the shapes, and even two equal router rows can come out unequal.  So the product is accumulated in float64
-and rounded to float32 once; an exact tie then is one, and goes to the lower expert number.
+and rounded to float32 once; an exact tie then is one, and goes to the lower expert number.  That leaves a change of
+order one chance in some hundred millions to show; a deterministic backend's own product leaves none.
 
 Experts are split over the ranks (`split_experts`); tokens travel, weights do not.  Every rank enters every exchange, a
 rank without tokens with zero rows.  T tokens, D hidden, E experts, A experts a token activates, I expert width.
@@ -23,25 +24,45 @@ _TINY = 1e-20
 _FEW_NUMBERS = 2048
 
 
+class DoubleProduct:
+    """A weight float32 [E, D] whose products are accumulated in float64."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.double().T.contiguous()  # [D, E]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x float32 [T, D] -> float32 [T, E], rounded once."""
+        return torch.mm(x.double(), self._weight).float()
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return 1 / (1 + exp(-x)).  torch's own takes another way for the last few numbers of a tensor."""
+    return x.neg().exp_().add_(1.0).reciprocal_()
+
+
 class Router:
     """Chooses the experts of each token and how much each weighs."""
 
-    def __init__(self, moe: Moe, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Take weight [E, D]; bias float32 [E] decides who is chosen, never how much it weighs."""
+    def __init__(
+        self, moe: Moe, weight: torch.Tensor, bias: torch.Tensor | None, backend: Backend | None = None
+    ) -> None:
+        """Take weight float32 [E, D]; bias float32 [E] decides who is chosen, never how much it weighs.
+
+        backend: whose product is used if it is deterministic."""
         self.moe = moe
-        self.weight = weight.double().T.contiguous()  # [D, E]
+        self.product = backend.linear(weight) if backend and backend.deterministic else DoubleProduct(weight)
         self.bias = bias
         self.later = torch.arange(moe.experts - 1, -1, -1, device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route x [T, D] -> expert int32 [T, A], weight float32 [T, A]."""
-        return self.choose(torch.mm(x.double(), self.weight).float())
+        return self.choose(self.product(x.float()))
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn logits float32 [T, E] -> expert int32 [T, A], weight float32 [T, A]."""
         moe = self.moe
         if moe.scoring is Scoring.SIGMOID:
-            scores = logits.sigmoid()
+            scores = sigmoid(logits)
             worth = scores if self.bias is None else scores + self.bias
         else:
             # Softmax keeps the order of the logits, and they tie only where they are equal.
@@ -133,14 +154,14 @@ class SparseFeedForward:
         """
         self.moe, self.backend, self.routed = moe, backend, routed
         bias = read("selection_bias", dtype=torch.float32) if moe.selection_bias else None
-        self.router = Router(moe, read("router", dtype=torch.float32), bias)
+        self.router = Router(moe, read("router", dtype=torch.float32), bias, backend)
         spans = split_experts(moe.experts, ranks)
         self.experts = experts or resident_experts(read, backend, range(*spans[rank]))
         sizes = torch.tensor([end - begin for begin, end in spans])
         self.owner = torch.arange(ranks, dtype=torch.int32).repeat_interleave(sizes).to(backend.device)
         self.local = torch.cat([torch.arange(size, dtype=torch.int32) for size in sizes]).to(backend.device)
         self.shared = (shared or DenseFeedForward(read, backend, "shared_")) if moe.shared else None
-        self.switch = read("shared_switch").T.contiguous() if moe.shared_gate else None
+        self.switch = backend.linear(read("shared_switch")) if moe.shared_gate else None
         self._ones = torch.ones(1, dtype=torch.int64, device=backend.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,4 +179,4 @@ class SparseFeedForward:
 
     def add_shared(self, x: torch.Tensor, routed: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """Add what the shared expert made of x to what the routed ones did, switched where the model has a switch."""
-        return routed + (shared if self.switch is None else shared * torch.mm(x, self.switch).sigmoid_())
+        return routed + (shared if self.switch is None else shared * sigmoid(self.switch(x).float()).to(x.dtype))

@@ -40,7 +40,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 #: Options that answers depend on.
 _ANSWER_OPTIONS = (
     "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "max_logprobs",
-    "allow_nonfinite", "served_model_name",
+    "allow_nonfinite", "served_model_name", "deterministic",
 )
 _LOG = logging.getLogger("bgmpi.prepare")
 

@@ -193,10 +193,10 @@ class Shard(Model):
         first, last = self._shares[self.group.rank].query
         begin = max(0, min(first, whole.heads - 2)) if last - first < 2 else first
         end = min(whole.heads, max(last, begin + 2))
-        query_width, value_width = self.arch.head, whole.values_out.shape[2]
+        query_width, value_width = self.arch.head, whole.value
         part = copy.copy(whole)
         part.heads = end - begin
-        part.keys_in, part.values_out = whole.keys_in[begin:end], whole.values_out[begin:end]
+        part.keys_in, part.values_out = whole.keys_in.heads(begin, end), whole.values_out.heads(begin, end)
         rows = begin * query_width, end * query_width
         if whole.query_rank:
             part.query_up = whole.query_up.rows(*rows)

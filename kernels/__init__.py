@@ -11,10 +11,13 @@ from bgmpi.errors import UsageError
 from bgmpi.kernels.backend import Backend, Collective
 
 
-def open_backend(name: str, collective: Collective | None, threads: int) -> Backend:
+def open_backend(
+    name: str, collective: Collective | None, threads: int, deterministic: bool = False
+) -> Backend:
     """Open the device `name` for this rank and let it use `threads` CPU threads.
 
-    `collective` moves bytes between the expert ranks; None means that this rank owns all experts.
+    `collective` moves bytes between the expert ranks; None means that this rank owns all experts.  deterministic: see
+    `Backend.deterministic`.
     Raises UsageError for an unknown device or fewer than one thread.
     """
     if threads < 1:
@@ -23,6 +26,6 @@ def open_backend(name: str, collective: Collective | None, threads: int) -> Back
         case "cpu":
             from bgmpi.kernels.cpu import CpuBackend
 
-            return CpuBackend(collective, threads)
+            return CpuBackend(collective, threads, deterministic=deterministic)
         case _:
             raise UsageError(f"device '{name}' is not known; expected one of: cpu")

@@ -48,6 +48,16 @@ class Linear(Protocol):
         """
 
 
+class HeadLinear(Protocol):
+    """One weight a head, prepared for this device."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H, K] -> x[:, h] @ weight[h].T of every head, [T, H, N], in x's dtype."""
+
+    def heads(self, start: int, stop: int) -> HeadLinear:
+        """Return the weights of heads [start, stop), as views."""
+
+
 class Experts(Protocol):
     """The gated feed-forward experts that this rank owns, prepared for this device (E may be 0)."""
 
@@ -124,10 +134,15 @@ class Group(Protocol):
 
 
 class Backend(Protocol):
-    """One device of one rank."""
+    """One device of one rank.
+
+    deterministic: every call gives a row the same bits whatever other rows share the call or wait on other ranks, and
+    however many ranks and threads there are; chosen when the backend is opened.  Else so only where a call says it.
+    """
 
     name: str
     device: torch.device
+    deterministic: bool
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised device memory."""
@@ -145,6 +160,9 @@ class Backend(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Prepare weight [N, K] and bias [N]; the argument is not kept when the prepared form replaces it."""
+
+    def head_linear(self, weight: torch.Tensor) -> HeadLinear:
+        """Prepare weight [H, N, K], of which head h has its own."""
 
     def experts(self, gate_up: list[torch.Tensor], down: list[torch.Tensor]) -> Experts:
         """Prepare E experts: gate_up [2 * I, D] each (gate rows first), down [D, I] each; activation SiLU."""
@@ -197,7 +215,7 @@ class Backend(Protocol):
 
     def give_back(self, exchanged: Exchanged, y: torch.Tensor) -> torch.Tensor:
         """Collective over the expert ranks.  Send y [N, D] back; -> [T, D], each token's parts summed in rank order
-        in float32."""
+        in float32; deterministic: those of its experts, in ascending number."""
 
     def gather_columns(self, part: torch.Tensor, group: Group, widths: tuple[int, ...]) -> torch.Tensor:
         """Collective over the group, but for T = 0.  part [T, n], this member's columns; widths: every member's n ->

@@ -12,12 +12,31 @@ import torch
 from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError, UsageError
-from bgmpi.kernels import cpu_attention, cpu_exchange, cpu_group, cpu_layers, cpu_page_kernels, cpu_row_kernels
-from bgmpi.kernels.backend import AttentionPlan, Collective, Exchanged, Experts, ExpertSource, Group, Linear
+from bgmpi.kernels import (
+    cpu_attention,
+    cpu_exchange,
+    cpu_group,
+    cpu_layers,
+    cpu_page_kernels,
+    cpu_pair_exchange,
+    cpu_row_kernels,
+)
+from bgmpi.kernels.backend import (
+    AttentionPlan,
+    Collective,
+    Exchanged,
+    Experts,
+    ExpertSource,
+    Group,
+    HeadLinear,
+    Linear,
+)
 from bgmpi.kernels.cpu_attention import CpuPlan
 from bgmpi.kernels.cpu_exchange import CpuExchanged
 from bgmpi.kernels.cpu_experts_in_turn import CpuExpertsInTurn
 from bgmpi.kernels.cpu_layers import ALONE, KIND
+from bgmpi.kernels.cpu_pair_exchange import PairExchanged
+from bgmpi.kernels.cpu_steady import SteadyExperts, SteadyHeads, SteadyLinear
 from bgmpi.kernels.cpu_tiles import TileExperts, TileLinear, Tiles, ask_for_tiles
 from bgmpi.kernels.team import Team, bits
 
@@ -45,9 +64,12 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, collective: Collective | None, threads: int, tiles: bool | None = None) -> None:
-        """Settle the threads.  tiles: whether bfloat16 weights go through matrix tiles; None: where the machine can."""
-        self.device = torch.device("cpu")
+    def __init__(
+        self, collective: Collective | None, threads: int, tiles: bool | None = None, deterministic: bool = False
+    ) -> None:
+        """Settle the threads.  tiles: whether bfloat16 weights go through matrix tiles; None: where the machine can.
+        deterministic: no product or sum of a library whose order depends on the batch (tiles keep theirs)."""
+        self.device, self.deterministic = torch.device("cpu"), deterministic
         self.threads = threads
         self._collective = collective if collective is not None and collective.size > 1 else None
         torch.set_num_threads(threads)
@@ -83,19 +105,25 @@ class CpuBackend:
         """Prepare weight [N, K] and bias [N]; rows stay where they are, but bfloat16 without tiles is re-laid."""
         if self._tiles is not None and weight.dtype == torch.bfloat16:
             return TileLinear(self._tiles, weight, bias)
+        if self.deterministic:
+            return SteadyLinear(self._team, weight, bias)
         if cpu_layers.can_pack(weight.dtype):
             return cpu_layers.PackedLinear(weight, bias)
         return cpu_layers.PlainLinear(self._team, weight, bias)
+
+    def head_linear(self, weight: torch.Tensor) -> HeadLinear:
+        """Prepare weight [H, N, K], of which head h has its own."""
+        return SteadyHeads(self._team, weight) if self.deterministic else cpu_layers.PlainHeads(weight)
 
     def experts(self, gate_up: list[torch.Tensor], down: list[torch.Tensor]) -> Experts:
         """Prepare E experts: gate_up [2 * I, D] each (gate rows first), down [D, I] each; activation SiLU."""
         if self._tiles is not None and gate_up and gate_up[0].dtype == torch.bfloat16:
             return TileExperts(self._tiles, gate_up, down)
-        return cpu_layers.CpuExperts(self._team, gate_up, down)
+        return (SteadyExperts if self.deterministic else cpu_layers.CpuExperts)(self._team, gate_up, down)
 
     def experts_in_turn(self, source: ExpertSource, count: int) -> Experts:
         """Prepare `count` experts whose weights come one after another (see Backend.experts_in_turn)."""
-        return CpuExpertsInTurn(self._team, self._tiles, source, count)
+        return CpuExpertsInTurn(self._team, self._tiles, source, count, self.deterministic)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., D] -> normalised in float32, scaled, in x's dtype."""
@@ -125,7 +153,8 @@ class CpuBackend:
         self, first: NDArray[np.int32], kv_before: NDArray[np.int32], pages: NDArray[np.int32], page_tokens: int
     ) -> CpuPlan:
         """Prepare a micro-batch (see Backend.plan_attention)."""
-        return CpuPlan(first, kv_before, pages, page_tokens)
+        few_new = int(first[-1]) if self.deterministic else cpu_attention.FEW_NEW
+        return CpuPlan(first, kv_before, pages, page_tokens, few_new)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan) -> None:
         """Write key, value [T, G, W] of the new tokens into their places."""
@@ -183,17 +212,20 @@ class CpuBackend:
 
     def exchange(
         self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, owner: torch.Tensor, local: torch.Tensor
-    ) -> CpuExchanged:
+    ) -> CpuExchanged | PairExchanged:
         """Collective over the expert ranks, also with T = 0 (see Backend.exchange)."""
         if self._collective is None:
             return cpu_exchange.stay(x, expert, weight, local)
-        return cpu_exchange.send(self._team, self._collective, x, expert, weight, owner, local)
+        send = cpu_pair_exchange.send if self.deterministic else cpu_exchange.send
+        return send(self._team, self._collective, x, expert, weight, owner, local)
 
     def give_back(self, exchanged: Exchanged, y: torch.Tensor) -> torch.Tensor:
-        """Collective over the expert ranks.  Send y [N, D] back -> [T, D], parts summed in rank order in float32."""
-        assert isinstance(exchanged, CpuExchanged), "give_back takes what exchange of the same backend returned"
+        """Collective over the expert ranks.  Send y [N, D] back -> [T, D] (see Backend.give_back)."""
         if self._collective is None:
             return y
+        if isinstance(exchanged, PairExchanged):
+            return cpu_pair_exchange.send_back(self._team, self._collective, exchanged, y)
+        assert isinstance(exchanged, CpuExchanged), "give_back takes what exchange of the same backend returned"
         return cpu_exchange.send_back(self._team, self._collective, exchanged, y)
 
     def gather_columns(self, part: torch.Tensor, group: Group, widths: tuple[int, ...]) -> torch.Tensor:

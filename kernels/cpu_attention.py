@@ -1,9 +1,10 @@
 """Attention over pages on the CPU: who reads which pages, and in which order.
 
-Sequences with a few new tokens (decode) are rows of one ragged kernel call: a task is one row, one block of heads
-that share keys, and at most `SPAN` cached tokens, so each page is read once for all its heads, long sequences spread
-over the threads, and the order of a sequence's sums depends on its own length alone.  Sequences with many new tokens
-(prefill) are products: their pages are laid out one behind the other and torch's fused attention does the rest.
+Sequences with a few new tokens (decode) are rows of one ragged kernel call: a task is some neighbouring rows, one block
+of heads that share keys, and at most `SPAN` cached tokens, so each page is read once for all its heads, long sequences
+spread over the threads, and the order of a row's sums depends on its own place alone.  Sequences with many new tokens
+(prefill) are products: their pages are laid out one behind the other and torch's fused attention does the rest, in an
+order of its own; so under `--deterministic` all rows go through the kernel.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from bgmpi.kernels.team import Team, bits
 FEW_NEW = 4
 #: Heads that share a latent row are computed in blocks of so many.
 LATENT_BLOCK = 16
+#: Neighbouring rows share a task of at most so many queries (rows x heads) and so many rows.
+QUERIES, ROWS_TOGETHER = 64, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,20 @@ class Places:
     value_width: int
     block: int
 
+    @property
+    def rows(self) -> int:
+        """How many neighbouring rows share a task: a power of two, because a task must not cross a span."""
+        return 1 << (max(1, min(ROWS_TOGETHER, QUERIES // self.block)).bit_length() - 1)
+
 
 class CpuPlan:
     """One micro-batch: offsets, page numbers, the place of every new token, and the tasks of its attention."""
 
     def __init__(
-        self, first: NDArray[np.int32], kv_before: NDArray[np.int32], pages: NDArray[np.int32], page_tokens: int
+        self, first: NDArray[np.int32], kv_before: NDArray[np.int32], pages: NDArray[np.int32], page_tokens: int,
+        few_new: int = FEW_NEW,
     ) -> None:
+        """few_new: sequences with at most so many new tokens go through the ragged kernel."""
         self.tokens = int(first[-1])
         self.sequences = len(kv_before)
         self.page_tokens = page_tokens
@@ -84,20 +94,20 @@ class CpuPlan:
             )
         self.page: NDArray[np.int64] = self.pages[sequence, position // page_tokens].astype(np.int64)
         self.slot: NDArray[np.int64] = position % page_tokens
-        self._token = np.flatnonzero((count <= FEW_NEW)[sequence])
+        self._token = np.flatnonzero((count <= few_new)[sequence])
         self._sequence, self._seen = sequence[self._token], position[self._token] + 1
         self.chunks = [
             Chunk(int(first[s]), int(first[s + 1]), int(kv_before[s]), torch.from_numpy(self.pages[s].astype(np.int64)))
-            for s in np.flatnonzero(count > FEW_NEW)
+            for s in np.flatnonzero(count > few_new)
         ]
         self._tasks: dict[tuple[int, int], Tasks] = {}
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
-    def tasks(self, groups: int, window: int) -> Tasks:
+    def tasks(self, groups: int, window: int, together: int) -> Tasks:
         """Return the tasks of the ragged rows for this many head blocks; computed once a micro-batch."""
         kept = self._tasks.get((groups, window))
         if kept is None:
-            kept = self._tasks[groups, window] = self._find_tasks(groups, window)
+            kept = self._tasks[groups, window] = self._find_tasks(groups, window, together)
         return kept
 
     def mask(self, chunk: Chunk, begin: int, window: int) -> torch.Tensor:
@@ -112,21 +122,25 @@ class CpuPlan:
             self._masks[chunk.begin, window] = kept
         return kept
 
-    def _find_tasks(self, groups: int, window: int) -> Tasks:
+    def _find_tasks(self, groups: int, window: int, together: int) -> Tasks:
         span, seen = kernels.SPAN, self._seen
         begin = np.maximum(seen - window, 0) if window > 0 else np.zeros_like(seen)
-        spans = (seen - 1) // span - begin // span + 1  # [rows]
-        row = np.repeat(np.arange(len(seen)), spans)
-        ordinal = np.arange(len(row)) - np.repeat(np.cumsum(spans) - spans, spans)
-        bottom = (begin[row] // span + ordinal) * span
+        lowest, spans = begin // span, (seen - 1) // span - begin // span + 1  # [rows]
         long = spans > 1
         before = np.cumsum(np.where(long, spans, 0)) - np.where(long, spans, 0)  # parts of earlier rows, a group
-        row, ordinal, bottom = (np.repeat(array, groups) for array in (row, ordinal, bottom))
+        # Neighbours share a task while they are of one sequence, one stretch of `together` places, and the same spans.
+        kinds = np.stack([self._sequence, (seen - 1) // together, lowest])
+        head = np.flatnonzero(np.append(True, (kinds[:, 1:] != kinds[:, :-1]).any(0))[: len(seen)])
+        rows = np.diff(np.append(head, len(seen)))
+        row, rows = np.repeat(head, spans[head]), np.repeat(rows, spans[head])
+        ordinal = np.arange(len(row)) - np.repeat(np.cumsum(spans[head]) - spans[head], spans[head])
+        bottom = (lowest[row] + ordinal) * span
+        row, rows, ordinal, bottom = (np.repeat(array, groups) for array in (row, rows, ordinal, bottom))
         group = np.tile(np.arange(groups), len(row) // max(groups, 1))
-        part = np.where(long[row], (before[row]) * groups + group * spans[row] + ordinal, -1)
+        part = np.where(long[row], before[row] * groups + group * spans[row] + ordinal, -1)
         tasks = np.stack([
             self._token[row], self._sequence[row], np.maximum(bottom, begin[row]),
-            np.minimum(bottom + span, seen[row]), group, part,
+            np.minimum(bottom + span, seen[row] + rows - 1), group, part, rows, seen[row], spans[row] * groups,
         ], axis=1).astype(np.int64)
         joined = np.repeat(np.flatnonzero(long), groups)
         group = np.tile(np.arange(groups), int(long.sum()))
@@ -173,7 +187,7 @@ def attend_rows(
     """Fill the rows of sequences with few new tokens in result [T, H, value width]."""
     check_fit("attend", query, layer_pages, plan)
     heads, kind, size = query.shape[1], KIND[query.dtype], query.element_size()
-    work = plan.tasks(-(-heads // places.block), window)
+    work = plan.tasks(-(-heads // places.block), window, places.rows)
     count = len(work.tasks)
     if count == 0:
         return
@@ -182,7 +196,8 @@ def attend_rows(
         kernels.attend, query.data_ptr(), query.stride(0) * size, result.data_ptr(), layer_pages.data_ptr(),
         places.page_step, places.key_group_step, places.value_offset, places.value_group_step, places.row_step,
         plan.pages.ctypes.data, plan.pages.shape[1], plan.page_tokens, work.tasks.ctypes.data, count,
-        places.key_width, places.value_width, kind, size, bits(scale), heads, places.block, parts.data_ptr(),
+        places.key_width, places.value_width, kind, size, bits(scale), heads, places.block, parts.data_ptr(), window,
+        places.rows,
     )
     if work.parts:
         team.run(kernels.join_parts, parts.data_ptr(), work.joins.ctypes.data, len(work.joins), result.data_ptr(),

@@ -68,19 +68,27 @@ def send(
     return CpuExchanged(new_x, new_expert, new_weight, rows.reshape(tokens, active), counts, incoming)
 
 
+def return_rows(
+    collective: Collective, y: torch.Tensor, received: NDArray[np.int64], sent: NDArray[np.int64]
+) -> torch.Tensor:
+    """Collective over the expert ranks.  Send rows y [received rows, D] back whence they came -> [sent rows, D]."""
+    y = y.contiguous()
+    each = y.shape[1] * y.element_size()
+    parts = torch.empty(int(sent.sum()), y.shape[1], dtype=y.dtype)
+    collective.all_to_all_bytes(
+        y.view(torch.uint8).view(-1).numpy(), received * each, parts.view(torch.uint8).view(-1).numpy(), sent * each
+    )
+    return parts
+
+
 def send_back(team: Team, collective: Collective, exchanged: CpuExchanged, y: torch.Tensor) -> torch.Tensor:
     """Collective over the expert ranks.  See Backend.give_back."""
     assert exchanged.rows is not None, "tokens that stayed have no way back"
-    y = y.contiguous()
-    width, size = y.shape[1], y.element_size()
+    parts = return_rows(collective, y, exchanged.received, exchanged.sent)
+    width, size = parts.shape[1], parts.element_size()
     tokens, active = exchanged.rows.shape
-    parts = torch.empty(int(exchanged.sent.sum()), width, dtype=y.dtype)
-    collective.all_to_all_bytes(
-        y.view(torch.uint8).view(-1).numpy(), exchanged.received * (width * size),
-        parts.view(torch.uint8).view(-1).numpy(), exchanged.sent * (width * size),
-    )
-    result = torch.empty(tokens, width, dtype=y.dtype)
+    result = torch.empty(tokens, width, dtype=parts.dtype)
     run = team.run if parts.numel() > ALONE else team.run_alone
-    run(kernels.sum_parts, parts.data_ptr(), exchanged.rows.ctypes.data, tokens, active, width, KIND[y.dtype], size,
+    run(kernels.sum_parts, parts.data_ptr(), exchanged.rows.ctypes.data, tokens, active, width, KIND[parts.dtype], size,
         result.data_ptr())
     return result

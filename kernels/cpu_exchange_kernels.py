@@ -12,7 +12,9 @@ from numba import carray
 
 from bgmpi.kernels.cpu_row_kernels import ROWS, copy_bytes
 from bgmpi.kernels.task_code import draw
-from bgmpi.kernels.vector_code import at, narrow, widen
+from bgmpi.kernels.vector_code import at, make_mix, narrow, widen
+
+mix_1 = make_mix(1)
 
 
 def route(p):
@@ -126,3 +128,34 @@ def sum_parts(p):
                 for i in range(width):
                     total[i] += part[i]
             narrow(total.ctypes.data, word[8] + t * width * size, width, kind)
+
+
+def sum_pairs(p):
+    """Sum each token's weighted parts in float32, in ascending expert number.
+
+    1 parts, 2 row of each pair int64 [T, A], 3 expert int32 [T, A], -1 for none, 4 weight float32 [T, A], 5 T, 6 A,
+    7 D, 8 kind, 9 size, 10 out.
+    """
+    word = carray(p, 11, np.int64)
+    tokens, active, width, kind, size = word[5], word[6], word[7], word[8], word[9]
+    rows = carray(at(word[2]), (tokens, active), np.int64)
+    expert = carray(at(word[3]), (tokens, active), np.int32)
+    total = np.empty(width, np.float32)
+    while True:
+        begin = draw(word.ctypes.data) * ROWS
+        if begin >= tokens:
+            break
+        for t in range(begin, min(begin + ROWS, tokens)):
+            total[:] = 0
+            last = np.int32(-1)
+            for _ in range(active):
+                best = -1
+                for a in range(active):
+                    if expert[t, a] > last and (best < 0 or expert[t, a] < expert[t, best]):
+                        best = a
+                if best < 0:
+                    break
+                last = expert[t, best]
+                mix_1(word[1] + rows[t, best] * width * size, 0, 1, word[4] + 4 * (t * active + best), 0,
+                      total.ctypes.data, 0, width, kind)
+            narrow(total.ctypes.data, word[10] + t * width * size, width, kind)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Experts of few tokens as dot products, and the bookkeeping that every way of computing experts shares.
+"""Experts as dot products, and the bookkeeping that every way of computing experts shares.
 
 Pairs (token, expert) are sorted by expert, so each expert's weights are read once; the parts of a token are summed in
 ascending expert order in float32, whoever computed them.  How a kernel is called stands in `cpu_dot_kernels`.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from bgmpi.kernels.cpu_dot_kernels import many_dots, rows_of_task
+from bgmpi.kernels.cpu_dot_kernels import many_products, rows_of_task, tokens_of_group
 from bgmpi.kernels.cpu_row_kernels import ROWS, gate
 from bgmpi.kernels.task_code import draw
 from bgmpi.kernels.vector_code import at, make_mix, narrow
@@ -76,63 +76,83 @@ def sort_pairs(p):
     )
 
 
+@njit
+def up_task(word, task, group, each, token_list, result):
+    """Run one span of gate and up rows over all pairs of one expert, group by group."""
+    width, inner, kind, size = word[7], word[8], word[9], word[10]
+    blocks = (inner + each - 1) // each
+    e = carray(at(word[4] + 8 + 8 * (task // blocks)), 1, np.int64)[0]
+    begin = task % blocks * each
+    span = carray(at(word[3] + 8 * e), 2, np.int64)
+    count, token = min(each, inner - begin), carray(at(word[5]), span[1], np.int64)
+    weight = carray(at(word[6] + 8 * e), 1, np.int64)[0] + begin * width * size
+    for first in range(span[0], span[1], group):
+        some = min(group, span[1] - first)
+        for t in range(some):
+            token_list[t] = word[1] + token[first + t] * word[2]
+        for half in range(2):
+            many_products(weight + half * inner * width * size, width * size, count, token_list.ctypes.data, some,
+                          result.ctypes.data + half * 4 * each, 12 * each, width, kind, word[15])
+        for t in range(some):
+            gate(result[t], count, each)
+            target = word[11] + ((first + t) * inner + begin) * word[14]
+            narrow(result.ctypes.data + t * 12 * each, target, count, word[13])
+
+
 def experts_up(p):
     """hidden = silu(gate) * up of every pair.
 
-    1 x float32, 2 x step, 3 first, 4 active experts, 5 token of pair, 6 weights int64 [E], 7 D, 8 I, 9 kind, 10 size,
-    11 hidden float32 [pairs, I], 12 most pairs of one expert.
+    1 x, 2 x step, 3 first, 4 active experts, 5 token of pair, 6 weights int64 [E], 7 D, 8 I, 9 kind, 10 size, 11 hidden
+    [pairs, I], 12 most pairs of one expert, 13 hidden kind, 14 hidden size, 15 size of x (see `many_products`).
     """
-    word = carray(p, 13, np.int64)
-    width, inner, kind, size = word[7], word[8], word[9], word[10]
-    each = rows_of_task(2 * width * size)
-    blocks = (inner + each - 1) // each
-    busy = carray(at(word[4]), 1, np.int64)[0]
-    active = carray(at(word[4] + 8), busy, np.int64)
-    token_list = np.empty(word[12], np.int64)
-    result = np.empty((word[12], 3 * each), np.float32)
+    word = carray(p, 16, np.int64)
+    width, inner, size = word[7], word[8], word[10]
+    each, group = rows_of_task(2 * width * size), tokens_of_group(word[12], word[15] * width)
+    tasks = carray(at(word[4]), 1, np.int64)[0] * ((inner + each - 1) // each)
+    token_list, result = np.empty(group, np.int64), np.empty((group, 3 * each), np.float32)
     while True:
         task = draw(word.ctypes.data)
-        if task >= busy * blocks:
+        if task >= tasks:
             break
-        e, begin = active[task // blocks], task % blocks * each
-        span = carray(at(word[3] + 8 * e), 2, np.int64)
-        count, tokens = min(each, inner - begin), span[1] - span[0]
-        token = carray(at(word[5] + 8 * span[0]), tokens, np.int64)
-        for t in range(tokens):
-            token_list[t] = word[1] + token[t] * word[2]
-        weight = carray(at(word[6] + 8 * e), 1, np.int64)[0] + begin * width * size
-        for half in range(2):
-            many_dots(weight + half * inner * width * size, width * size, count, token_list.ctypes.data, tokens,
-                      result.ctypes.data + half * 4 * each, 12 * each, width, kind)
-        for t in range(tokens):
-            gate(result[t], count, each)
-            narrow(result.ctypes.data + t * 12 * each, word[11] + ((span[0] + t) * inner + begin) * 4, count, 0)
+        up_task(word, task, group, each, token_list, result)
+
+
+@njit
+def down_task(word, task, group, each, token_list, result):
+    """Run one span of down rows over all pairs of one expert, group by group."""
+    inner, width, kind, size, step = word[5], word[6], word[7], word[8], word[5] * word[11]
+    blocks = (width + each - 1) // each
+    e = carray(at(word[3] + 8 + 8 * (task // blocks)), 1, np.int64)[0]
+    begin = task % blocks * each
+    span, count = carray(at(word[2] + 8 * e), 2, np.int64), min(each, width - begin)
+    weight = carray(at(word[4] + 8 * e), 1, np.int64)[0] + begin * inner * size
+    for first in range(span[0], span[1], group):
+        some = min(group, span[1] - first)
+        for t in range(some):
+            token_list[t] = word[1] + (first + t) * step
+        many_products(weight, inner * size, count, token_list.ctypes.data, some, result.ctypes.data, 4 * each, inner,
+                      kind, word[11])
+        for t in range(some):
+            target = word[9] + ((first + t) * width + begin) * word[13]
+            narrow(result.ctypes.data + t * 4 * each, target, count, word[12])
 
 
 def experts_down(p):
     """y of every pair.
 
-    1 hidden float32 [pairs, I], 2 first, 3 active experts, 4 weights int64 [E], 5 I, 6 D, 7 kind, 8 size,
-    9 y float32 [pairs, D], 10 most pairs of one expert.
+    1 hidden [pairs, I], 2 first, 3 active experts, 4 weights int64 [E], 5 I, 6 D, 7 kind, 8 size, 9 y [pairs, D],
+    10 most pairs of one expert, 11 hidden size (see `many_products`), 12 y kind, 13 y size.
     """
-    word = carray(p, 11, np.int64)
-    inner, width, kind, size = word[5], word[6], word[7], word[8]
-    each = rows_of_task(inner * size)
-    blocks = (width + each - 1) // each
-    busy = carray(at(word[3]), 1, np.int64)[0]
-    active = carray(at(word[3] + 8), busy, np.int64)
-    token_list = np.empty(word[10], np.int64)
+    word = carray(p, 14, np.int64)
+    inner, width, size = word[5], word[6], word[8]
+    each, group = rows_of_task(inner * size), tokens_of_group(word[10], word[11] * inner)
+    tasks = carray(at(word[3]), 1, np.int64)[0] * ((width + each - 1) // each)
+    token_list, result = np.empty(group, np.int64), np.empty((group, each), np.float32)
     while True:
         task = draw(word.ctypes.data)
-        if task >= busy * blocks:
+        if task >= tasks:
             break
-        e, begin = active[task // blocks], task % blocks * each
-        span = carray(at(word[2] + 8 * e), 2, np.int64)
-        for pair in range(span[0], span[1]):
-            token_list[pair - span[0]] = word[1] + pair * inner * 4
-        weight = carray(at(word[4] + 8 * e), 1, np.int64)[0] + begin * inner * size
-        many_dots(weight, inner * size, min(each, width - begin), token_list.ctypes.data, span[1] - span[0],
-                  word[9] + (span[0] * width + begin) * 4, width * 4, inner, kind)
+        down_task(word, task, group, each, token_list, result)
 
 
 def combine(p):

@@ -3,8 +3,9 @@
 The resident experts run as one kernel over all weights at once; here only one expert's are ever there.  So the tokens
 are sorted by expert first, then each expert multiplies its own and gives its weights back, and at the end every token's
 parts are summed in float32, ascending expert order, by the kernel that the resident experts use.  Each product is that
-of the resident form, chosen by the same rule, so the numbers are the same to the last bit: with matrix tiles an expert
-alone is a layer of one expert whose weight is one, and the part it leaves is what the sum would have begun with.
+of the resident form, chosen by the same rule, so the numbers are the same to the last bit: with matrix tiles (and under
+`--deterministic`) an expert alone is a layer of one expert whose weight is one, and the part it leaves is what the sum
+would have begun with.
 
 Every expert is taken and given back in every call, whether or not a token wants it: what feeds it relies on the order.
 """
@@ -20,6 +21,7 @@ from bgmpi.errors import InternalError
 from bgmpi.kernels import cpu_expert_kernels
 from bgmpi.kernels.backend import ExpertSource
 from bgmpi.kernels.cpu_layers import ALONE, FEW_TOKENS, KIND, PackedLinear, Pairs, can_pack, silu_mul
+from bgmpi.kernels.cpu_steady import SteadyExperts
 from bgmpi.kernels.cpu_tiles import TileExperts, Tiles
 from bgmpi.kernels.team import Team
 
@@ -27,8 +29,12 @@ from bgmpi.kernels.team import Team
 class CpuExpertsInTurn:
     """The gated experts of this rank, their weights taken from `source` one by one."""
 
-    def __init__(self, team: Team, tiles: Tiles | None, source: ExpertSource, count: int) -> None:
+    def __init__(
+        self, team: Team, tiles: Tiles | None, source: ExpertSource, count: int, steady: bool = False
+    ) -> None:
+        """steady: without tiles, as `SteadyExperts` are."""
         self._team, self._tiles, self._source, self._count = team, tiles, source, count
+        self._steady = steady
 
     def __call__(self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Run each token through its local experts and sum in float32, ascending expert order.
@@ -75,9 +81,11 @@ class CpuExpertsInTurn:
         """Run rows x [n, D] through one expert; most: rows of the busiest expert of this call."""
         if x.dtype != gate_up.dtype:
             raise InternalError(f"experts: x is {x.dtype}, the weights are {gate_up.dtype}; they must be equal")
+        here, one = torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1)
         if self._tiles is not None and x.dtype == torch.bfloat16:
-            here, one = torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1)
             return TileExperts(self._tiles, [gate_up], [down])(x, here, one)
+        if self._steady:
+            return SteadyExperts(self._team, [gate_up], [down])(x, here, one)
         if can_pack(x.dtype):
             return PackedLinear(down, None)(silu_mul(self._team, PackedLinear(gate_up, None)(x)))
         if most > FEW_TOKENS:
@@ -95,7 +103,7 @@ class CpuExpertsInTurn:
         first, busy, token = (book.ctypes.data + 8 * place for place in (0, 2, 4))
         weights: NDArray[np.int64] = np.array([gate_up.data_ptr(), down.data_ptr()])
         self._team.run(cpu_expert_kernels.experts_up, wide.data_ptr(), 4 * width, first, busy, token,
-                       weights.ctypes.data, width, inner, kind, size, hidden.data_ptr(), tokens)
+                       weights.ctypes.data, width, inner, kind, size, hidden.data_ptr(), tokens, 0, 4, 4)
         self._team.run(cpu_expert_kernels.experts_down, hidden.data_ptr(), first, busy, weights.ctypes.data + 8, inner,
-                       width, kind, size, y.data_ptr(), tokens)
+                       width, kind, size, y.data_ptr(), tokens, 4, 0, 4)
         return y

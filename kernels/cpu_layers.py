@@ -113,8 +113,8 @@ class PlainLinear:
         if tokens and self._rows:
             wide = last_contiguous(x.float())
             self._team.run(
-                cpu_dot_kernels.linear, wide.data_ptr(), wide.stride(0) * 4, *self._address, result.data_ptr(), tokens,
-                *self._words,
+                cpu_dot_kernels.linear, wide.data_ptr(), wide.stride(0) * 4, 0, *self._address, result.data_ptr(),
+                tokens, 1, *self._words, 4,
             )
         return result
 
@@ -126,6 +126,22 @@ class PlainLinear:
         check_rows(start, stop, self._rows)
         bias = None if self._bias is None else self._bias[start:stop]
         return PlainLinear(self._team, self._weight[start:stop], bias, self, start)
+
+
+class PlainHeads:
+    """One weight a head, as torch multiplies it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Take weight [H, N, K]."""
+        self._weight = weight.transpose(1, 2).contiguous()  # [H, K, N]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H, K] -> [T, H, N], in x's dtype."""
+        return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
+
+    def heads(self, start: int, stop: int) -> PlainHeads:
+        """Return the weights of heads [start, stop), a view."""
+        return PlainHeads(self._weight[start:stop].transpose(1, 2))
 
 
 def silu_mul(team: Team, gate_up: torch.Tensor) -> torch.Tensor:
@@ -169,10 +185,13 @@ class Pairs:
 class CpuExperts:
     """The gated experts of this rank."""
 
+    #: Whether bfloat16 weights are re-laid for the library, where the machine can.
+    packs = True
+
     def __init__(self, team: Team, gate_up: list[torch.Tensor], down: list[torch.Tensor]) -> None:
         self._team = team
         self._count = len(gate_up)
-        self._packed = bool(gate_up) and can_pack(gate_up[0].dtype)
+        self._packed = self.packs and bool(gate_up) and can_pack(gate_up[0].dtype)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         prepare = pack if self._packed else torch.Tensor.contiguous
         self._inner = down[0].shape[1] if down else 0
@@ -199,23 +218,26 @@ class CpuExperts:
         expert, weight, x = expert.contiguous(), weight.contiguous(), x.contiguous()
         pairs = Pairs(self._team, expert, self._count)
         rows_at = np.zeros(self._count, np.int64)
-        if self._packed or pairs.most > FEW_TOKENS:
-            kept = self._large(x, pairs, rows_at)
-            kind, size = KIND[x.dtype], x.element_size()
-        else:
-            kept = [self._small(x, pairs, rows_at)]
-            kind, size = 0, 4
+        kept, dtype = self._parts(x, pairs, rows_at)
         result = torch.empty_like(x)
         tokens, active = expert.shape
         run = self._team.run if x.numel() > ALONE else self._team.run_alone
         run(cpu_expert_kernels.combine, expert.data_ptr(), weight.data_ptr(), pairs.first, pairs.place, pairs.column,
-            rows_at.ctypes.data, kind, size, result.data_ptr(), tokens, active, x.shape[1], KIND[x.dtype],
-            x.element_size())
+            rows_at.ctypes.data, KIND[dtype], dtype.itemsize, result.data_ptr(), tokens, active, x.shape[1],
+            KIND[x.dtype], x.element_size())
         del kept
         return result
 
+    def _parts(
+        self, x: torch.Tensor, pairs: Pairs, rows_at: NDArray[np.int64]
+    ) -> tuple[list[torch.Tensor], torch.dtype]:
+        """Run every pair; note where each expert's rows [pairs of it, D] lie.  -> what holds them, their dtype."""
+        if self._packed or pairs.most > FEW_TOKENS:
+            return self._large(x, pairs, rows_at), x.dtype
+        return [self._dots(x.float(), pairs, rows_at, torch.float32)], torch.float32
+
     def _large(self, x: torch.Tensor, pairs: Pairs, rows_at: NDArray[np.int64]) -> list[torch.Tensor]:
-        """One product per expert and layer; note where each expert's rows [pairs of it, D] lie."""
+        """One product per expert and layer."""
         kept = []
         rows = x.index_select(0, torch.from_numpy(pairs.tokens))
         for e in pairs.active:
@@ -231,18 +253,22 @@ class CpuExperts:
         result: torch.Tensor = self._multiply(x, weight, None, "none", [], "")
         return result
 
-    def _small(self, x: torch.Tensor, pairs: Pairs, rows_at: NDArray[np.int64]) -> torch.Tensor:
-        """All experts in two passes over their weights; all threads read all the time."""
-        wide, width, inner = x.float(), x.shape[1], self._inner
-        kind, size = KIND[self._dtype], self._dtype.itemsize
-        hidden = torch.empty(pairs.counted, inner)
-        y = torch.empty(pairs.counted, width)
+    def _dots(self, x: torch.Tensor, pairs: Pairs, rows_at: NDArray[np.int64], kept: torch.dtype) -> torch.Tensor:
+        """All experts in two passes over their weights; all threads read all the time.
+
+        x, and what is between the passes, are float32, or bfloat16 for the pair product; the result is `kept`.
+        """
+        width, inner, size = x.shape[1], self._inner, x.element_size()
+        weight = KIND[self._dtype], self._dtype.itemsize
+        hidden = torch.empty(pairs.counted, inner, dtype=x.dtype)
+        y = torch.empty(pairs.counted, width, dtype=kept)
         gate_up, down = self._addresses
-        self._team.run(cpu_expert_kernels.experts_up, wide.data_ptr(), 4 * width, pairs.first, pairs.busy, pairs.token,
-                       gate_up.ctypes.data, width, inner, kind, size, hidden.data_ptr(), pairs.most)
+        self._team.run(cpu_expert_kernels.experts_up, x.data_ptr(), size * width, pairs.first, pairs.busy, pairs.token,
+                       gate_up.ctypes.data, width, inner, *weight, hidden.data_ptr(), pairs.most, KIND[x.dtype], size,
+                       size)
         self._team.run(cpu_expert_kernels.experts_down, hidden.data_ptr(), pairs.first, pairs.busy, down.ctypes.data,
-                       inner, width, kind, size, y.data_ptr(), pairs.most)
+                       inner, width, *weight, y.data_ptr(), pairs.most, size, KIND[kept], kept.itemsize)
         rows_at[:] = pairs.bounds[:-1]
-        rows_at *= 4 * width
+        rows_at *= kept.itemsize * width
         rows_at += y.data_ptr()
         return y

@@ -14,11 +14,13 @@ from bgmpi.kernels import open_backend
 from bgmpi.model import Model
 
 
-def open_model(folder, dtype: torch.dtype = torch.float32, rank: int = 0, ranks: int = 1) -> Model:
+def open_model(
+    folder, dtype: torch.dtype = torch.float32, rank: int = 0, ranks: int = 1, deterministic: bool = False
+) -> Model:
     """Open a checkpoint on the CPU with one thread."""
     files: ModelFiles = open_model_files(folder)
     arch: Architecture = read_architecture(files.config)
-    return Model(arch, files, open_backend("cpu", None, 1), dtype, rank, ranks)
+    return Model(arch, files, open_backend("cpu", None, 1, deterministic), dtype, rank, ranks)
 
 
 def random_ids(tokens: int, vocab: int = 512, seed: int = 0) -> torch.Tensor:

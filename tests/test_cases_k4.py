@@ -1,13 +1,20 @@
-"""Public faults of samplers (cases.md, K2 and K4), the part that the sampler alone must answer for."""
+"""Public faults of samplers and of company (cases.md, K2 and K4): what the sampler alone must answer for, then jobs."""
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
+import checkpoints
+import h5py
+import jobs
+import launch
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.keyed_random import row_seed
 from bgmpi.request import Sampling
@@ -15,6 +22,7 @@ from bgmpi.sampling import Drawn, Sampler
 
 VOCAB = 512
 NONE = np.zeros(0, np.int32)
+Answers = list[tuple[list[int], list[float]]]
 PROMPT = np.array([4, 5], np.int32)
 
 
@@ -143,3 +151,103 @@ def test_c82_a_bad_logit_of_an_id_without_a_text_is_a_fault_too() -> None:
     logits[0, 510] = float("nan")
     logits[1, 500:] = float("-inf")
     assert sampler.draw(logits, np.arange(2), np.zeros(2, np.int64)).fault.tolist() == [True, False]
+
+
+# --- whole jobs -----------------------------------------------------------------------------------------------------
+
+#: In bfloat16 without the flag, the logprob of the first token that differs may be so far off (a dense model).
+LOGPROB_GAP = 0.2
+PROMPTS = jobs.prompts(32, longest=50, seed=28)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("k4")
+    return {family: make_tokenizer(checkpoints.make(family, root / family)) for family in ("llama", "mixtral")}
+
+
+def write_greedy(path: Path, prompts: list[list[int]]) -> Path:
+    """Write greedy requests of 32 tokens with log-probabilities."""
+    wish = {"temperature": 0, "max_tokens": 32, "ignore_eos": True, "logprobs": 2}
+    return jobs.write_requests(path, [{"prompt": prompt, **wish} for prompt in prompts])
+
+
+def greedy(model: Path, requests: Path, output: Path, *more: str) -> list[str | Path]:
+    return ["--model", model, "-i", requests, "-o", output, "--dtype", "bfloat16", *more]
+
+
+def answers(path: Path) -> Answers:
+    """Return ids and log-probabilities of every row."""
+    with h5py.File(path, "r") as file:
+        assert file.attrs["complete"] == 1
+        offsets, ids, chosen = (file[name][:] for name in ("tokens/offsets", "tokens/values", "logprobs/chosen"))
+    return [(ids[a:b].tolist(), chosen[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
+
+
+@pytest.fixture(scope="module")
+def one_by_one(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What a lone rank answers to C28's prompts, one sequence after another."""
+    folder = tmp_path_factory.mktemp("one")
+    requests = write_greedy(folder / "r.jsonl", PROMPTS)
+    flags = "--max-num-seqs", "1", "--deterministic"
+    jobs.run_jobs(1, [greedy(models["mixtral"], requests, folder / "out.h5", *flags)], folder)
+    return answers(folder / "out.h5")
+
+
+@pytest.mark.timeout(200)
+@launch.on_ranks(1, 2, 4)
+def test_c28_a_greedy_answer_depends_neither_on_batch_size_nor_on_order_nor_on_ranks(
+    models: dict[str, Path], one_by_one: Answers, ranks: int, tmp_path: Path
+) -> None:
+    order = np.random.default_rng(0).permutation(len(PROMPTS)).tolist()
+    ahead = write_greedy(tmp_path / "ahead.jsonl", PROMPTS)
+    shuffled = write_greedy(tmp_path / "shuffled.jsonl", [PROMPTS[i] for i in order])
+    cases = [(7, shuffled), (32, ahead)] if ranks < 4 else [(1, shuffled), (7, ahead)]
+    words = [
+        greedy(models["mixtral"], requests, tmp_path / f"{size}.h5", "--max-num-seqs", str(size), "--deterministic")
+        for size, requests in cases
+    ]
+    jobs.run_jobs(ranks, words, tmp_path)
+    for size, requests in cases:
+        wanted = one_by_one if requests is ahead else [one_by_one[i] for i in order]
+        assert answers(tmp_path / f"{size}.h5") == wanted, f"{size} sequences on {ranks} ranks, {requests.name}"
+
+
+def test_c28_without_the_flag_answers_part_where_two_tokens_are_nearly_equal(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    requests = write_greedy(tmp_path / "r.jsonl", PROMPTS)
+    words = [greedy(models["llama"], requests, tmp_path / f"{n}.h5", "--max-num-seqs", str(n)) for n in (3, 32)]
+    jobs.run_jobs(1, words, tmp_path)
+    for row, (one, other) in enumerate(zip(answers(tmp_path / "3.h5"), answers(tmp_path / "32.h5"), strict=True)):
+        same = [a == b for a, b in zip(one[0], other[0], strict=True)]
+        first = same.index(False) if False in same else len(same) - 1
+        gap = np.abs(np.subtract(one[1], other[1])[: first + 1]).max()
+        assert gap < LOGPROB_GAP, f"row {row} parts at token {first} with a gap of {gap}"
+
+
+#: How a shared prefix is treated.
+PREFIXES: dict[str, list[str]] = {"computed again": []}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_c30_a_prompt_answers_alike_again_and_when_its_beginning_was_there_before(
+    models: dict[str, Path], prefix: str, tmp_path: Path
+) -> None:
+    """Also when what a hit would leave to compute, the last 16 tokens, comes as a chunk of its own."""
+    long, other = jobs.prompts(2, longest=80, seed=30)
+    long = (long * 80)[:80]
+    sharing = [*long[:64], *other[:9]]
+    together = write_greedy(tmp_path / "together.jsonl", [long] * 4 + [sharing])
+    alone = write_greedy(tmp_path / "alone.jsonl", [sharing, long])
+    pages = ["--page-tokens", "16", "--deterministic"]
+    words = [
+        greedy(models["mixtral"], together, tmp_path / "together.h5", *pages, *PREFIXES[prefix]),
+        greedy(models["mixtral"], together, tmp_path / "chunks.h5", *pages, "--max-num-batched-tokens", "16",
+               *PREFIXES[prefix]),
+        greedy(models["mixtral"], alone, tmp_path / "alone.h5", *pages),
+    ]
+    jobs.run_jobs(1, words, tmp_path)
+    second, first = answers(tmp_path / "alone.h5")
+    for name in ("together", "chunks"):
+        assert answers(tmp_path / f"{name}.h5") == [first] * 4 + [second], name

@@ -109,7 +109,7 @@ def test_switches_take_no_word_a_word_or_no_before_them():
     (["--no-enable-expert-parallel"], {}, "", ["always"]),
     (["--model-path", "m"], {}, "", ["--model-path", "use --model"]),
     (["--mem-fraction-static", "0.8"], {}, "", ["--gpu-memory-utilization"]),
-    (["--deterministic"], {}, "", ["--deterministic", "not in this version"]),
+    (["--plan"], {}, "", ["--plan", "not in this version"]),
     ([], {}, "tensor_parallel_size = 2", ["tensor_parallel_size", "--ranks"]),
 ])
 def test_what_cannot_be_meant_is_refused_with_advice(argv, environ, toml, words):

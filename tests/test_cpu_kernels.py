@@ -61,7 +61,8 @@ def test_a_small_linear_rounds_its_float32_sum_as_torch_does(team: Team, dtype: 
     one = torch.ones(1, 1, dtype=dtype)
     result = torch.empty(len(x), 1, dtype=dtype)
     team.run(
-        cpu_dot_kernels.linear, x.data_ptr(), 4, one.data_ptr(), 0, result.data_ptr(), len(x), 1, 1, KIND[dtype], 2
+        cpu_dot_kernels.linear, x.data_ptr(), 4, 0, one.data_ptr(), 0, result.data_ptr(), len(x), 1, 1, 1, KIND[dtype],
+        2, 4,
     )
     expected = x.to(dtype)
     assert torch.equal(result[:, 0].isnan(), expected.isnan())
@@ -74,7 +75,8 @@ def test_a_dot_product_is_bit_equal_for_any_number_of_tokens(team: Team) -> None
     for tokens in range(1, 10):
         result = torch.empty(tokens, 10)
         team.run(
-            cpu_dot_kernels.linear, x.data_ptr(), 4 * 77, weight.data_ptr(), 0, result.data_ptr(), tokens, 77, 10, 0, 4
+            cpu_dot_kernels.linear, x.data_ptr(), 4 * 77, 0, weight.data_ptr(), 0, result.data_ptr(), tokens, 1, 77, 10,
+            0, 4, 4,
         )
         results.append(result[0])
     assert all(torch.equal(result, results[0]) for result in results)

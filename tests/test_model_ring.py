@@ -26,6 +26,7 @@ LEAST = 0
 def stream(
     files: ModelFiles, budget: int, dtype: torch.dtype = torch.float32, *, direct: bool = True,
     tiles: bool | None = None, rank: int = 0, ranks: int = 1, allow_nonfinite: bool = False,
+    deterministic: bool = False,
 ) -> tuple[Model, WeightRing]:
     """Open a model with `budget` bytes for weights (LEAST: as few as may be) on one thread, and its ring."""
     arch = read_architecture(files.config)
@@ -33,7 +34,7 @@ def stream(
     plan = plan_weights(arch, rank, ranks, dtype.itemsize, budget)
     assert plan.streamed
     ring = WeightRing(arch, plan, LayerFiles(files, dtype, direct=direct), allow_nonfinite=allow_nonfinite)
-    backend = CpuBackend(None, 1, tiles)
+    backend = CpuBackend(None, 1, tiles, deterministic)
     return Model(arch, files, backend, dtype, rank, ranks, allow_nonfinite, ring), ring
 
 
@@ -67,8 +68,10 @@ def made(tmp_path_factory):
     return make
 
 
-def resident(files: ModelFiles, dtype: torch.dtype, tiles: bool | None = None) -> Model:
-    return Model(read_architecture(files.config), files, CpuBackend(None, 1, tiles), dtype, 0, 1)
+def resident(
+    files: ModelFiles, dtype: torch.dtype, tiles: bool | None = None, deterministic: bool = False
+) -> Model:
+    return Model(read_architecture(files.config), files, CpuBackend(None, 1, tiles, deterministic), dtype, 0, 1)
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
@@ -78,6 +81,17 @@ def test_a_streamed_model_answers_as_a_resident_one(family, made):
     with ring:
         got = logits(model)
     assert torch.equal(got, logits(resident(files, torch.float32)))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "kimi_k2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deterministic_streamed_model_answers_the_same_bits(family, dtype, made):
+    """Also where a library's product would depend on where in memory a weight begins."""
+    files = made(family, dtype=dtype)
+    model, ring = stream(files, LEAST, dtype, deterministic=True)
+    with ring:
+        got = logits(model)
+    assert torch.equal(got, logits(resident(files, dtype, deterministic=True)))
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "deepseek_v3"])
