@@ -41,7 +41,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def sbatch(nodes: Nodes, settings: dict[str, str], folder: Path, *words: str) -> tuple[Ended, dict[str, str]]:
     """Submit the script from `folder` and wait; -> how sbatch ended, and the log of each task by its id."""
-    options = [word for word in words if word.startswith(("--array", "-N"))]
+    options = [word for word in words if word.startswith(("--array", "-N", "--ntasks"))]
     argv = ["sbatch", "--wait", "--output=job-%a.log", *options, SCRIPT, *(one for one in words if one not in options)]
     ended = launch(argv, cwd=folder, env={**nodes.environment, **settings}, limit=200)
     logs = {path.stem.partition("-")[2]: path.read_text() for path in folder.glob("job-*.log")}
@@ -52,7 +52,7 @@ def test_c75_tasks_of_an_array_are_shards_and_their_merged_outputs_are_those_of_
     nodes: Nodes, settings: dict[str, str], tmp_path: Path
 ) -> None:
     bgmpi(0, "run", "-o", tmp_path / "whole.h5", env=dict(settings), expect=0)
-    ended, logs = sbatch(nodes, settings, tmp_path, "--array=3-5:2%1", "-N2")
+    ended, logs = sbatch(nodes, settings, tmp_path, "--array=3-5:2%1", "-N2", "--ntasks-per-node=1")
     assert ended.returncode == 0 and sorted(logs) == ["3", "5"], f"{ended}\n{logs}"
     assert "shard 0/2 of the input: 5 of its 10 rows" in logs["3"] and "2 ranks on 2 nodes" in logs["3"]
     assert "shard 1/2 of the input: 5 of its 10 rows" in logs["5"]
