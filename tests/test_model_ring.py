@@ -80,7 +80,8 @@ def test_a_streamed_model_answers_as_a_resident_one(family, made):
     model, ring = stream(files, LEAST)
     with ring:
         got = logits(model)
-    assert torch.equal(got, logits(resident(files, torch.float32)))
+    # The last bits differ where a library takes another path on this processor; those of --deterministic do not (below).
+    torch.testing.assert_close(got, logits(resident(files, torch.float32)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "kimi_k2"])

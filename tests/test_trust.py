@@ -223,8 +223,7 @@ def test_files_have_the_mode_that_the_umask_leaves_and_nothing_is_open_to_the_wo
         files = [path for path in out.rglob("*") if path.is_file()]
         assert len(files) > 5
         for path in files:
-            wanted = mode & 0o644 if path.name == "lock" else mode
-            assert path.stat().st_mode & 0o777 == wanted, f"{path.name} under umask {mask:o}"
+            assert path.stat().st_mode & 0o777 == mode, f"{path.name} under umask {mask:o}"
         assert parts.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
