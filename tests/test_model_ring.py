@@ -80,7 +80,7 @@ def test_a_streamed_model_answers_as_a_resident_one(family, made):
     model, ring = stream(files, LEAST)
     with ring:
         got = logits(model)
-    # The last bits differ where a library takes another path on this processor; those of --deterministic do not (below).
+    # The last bits differ where a library takes another path on this processor; those of --deterministic do not.
     torch.testing.assert_close(got, logits(resident(files, torch.float32)), rtol=1e-5, atol=1e-5)
 
 
