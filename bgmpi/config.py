@@ -118,8 +118,7 @@ class Config:
         "batching", True, switch, "off: the last sequences are not spread over idle ranks, for comparison")
 
     deterministic: bool = _option(
-        "batching", False, switch, "answers equal to the last bit whatever shares a batch, on any number of ranks; "
-        "slower")
+        "batching", False, switch, "answers equal to the last bit whatever shares a batch, on any number of ranks")
 
     page_tokens: int = _option(
         "memory", 64, size(), "tokens in a page of KV", aliases=("block_size",))
