@@ -144,8 +144,7 @@ class Config:
         "batching", 15, size(0), "rows that are read by priority and deadline between two turns of the oldest row that "
         "waits; 0: the input's order")
     deterministic: bool = _option(
-        "batching", False, switch, "answers equal to the last bit whatever shares a batch, on any number of ranks; "
-        "slower")
+        "batching", False, switch, "answers equal to the last bit whatever shares a batch, on any number of ranks")
 
     page_tokens: int = _option(
         "memory", 64, size(), "tokens in a page of KV", aliases=("block_size",))
