@@ -19,6 +19,7 @@ MPIEXEC ?= $(BIN)/mpiexec
 CORES := $(shell nproc 2>/dev/null || echo 2)
 # One thread too many costs tenfold: ranks x threads never exceed the cores.
 THREADS ?= $(shell echo $$(( $(CORES) / $(RANKS) > 0 ? $(CORES) / $(RANKS) : 1 )))
+PROCESSES ?= $(shell echo $$(( $(CORES) < 8 ? $(CORES) : 8 )))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help install run smoke test test-serial test-mpi test-slurm test-faults lint bench clean
@@ -55,10 +56,11 @@ smoke: $(STAMP)  ## the smallest run: four requests on one rank, no launcher
 
 # --- test: a group that runs no test has failed (tests/conftest.py) ---------------------------------------------------
 
-test: lint test-serial test-mpi test-slurm  ## everything: lint, serial, 2 3 and 4 ranks, Slurm where it is installed
+test: lint test-serial  ## everything: lint, serial, 2 3 and 4 ranks, Slurm where it is installed
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-mpi test-slurm
 
-test-serial: $(STAMP)  ## one process
-	$(PYTEST) -m "not mpi and not slurm and not gpu and not faults" --must-run=serial
+test-serial: $(STAMP)  ## tests of one rank, file by file on all cores
+	$(PYTEST) -m "not mpi and not slurm and not gpu and not faults" --must-run=serial -n $(PROCESSES) --dist loadfile
 
 test-mpi: $(STAMP)  ## on 2, 3 and 4 ranks
 	$(PYTEST) -m "mpi and not slurm and not gpu and not faults" --must-run=mpi2,mpi3,mpi4

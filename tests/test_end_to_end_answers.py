@@ -362,8 +362,12 @@ def test_c82_bad_logits_end_their_own_row_with_the_tokens_before(chain: Path, tm
     rows |= {"bad": {"prompt": [FAULT]} | usual, "even": {"prompt": [FLAT]} | usual}
     rows |= {"bad-stop": {"prompt": [FAULT], "stop": ["no"], "logprobs": 2} | usual}
     rows |= {"bad-sampled": {"prompt": [FAULT], "temperature": 0.5, "n": 2} | usual}
-    (ran,) = run_commands(2, [run_rows(chain, tmp_path, rows)], tmp_path, before=_BAD_LOGITS)
+    (tmp_path / "limited").mkdir()
+    limited = run_rows(chain, tmp_path / "limited", rows, "--max-errors", "2")
+    ran, stopped = run_commands(2, [run_rows(chain, tmp_path, rows), limited], tmp_path, before=_BAD_LOGITS)
     assert ran.code == 3, ran.stderr
+    assert stopped.code == 70 and "3 of 8 rows have failed, 3 of them while they were computed" in stopped.stderr
+    assert not (tmp_path / "limited" / "rows.h5").exists()
     assert "3 failed" in ran.stdout and "numeric_fault" in ran.stdout
     with open_results(tmp_path / "rows.h5") as results:
         found = {row.custom_id: row for row in results.rows()}
