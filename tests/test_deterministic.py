@@ -1,4 +1,4 @@
-"""Under `--deterministic` a row's bits depend on that row alone: every operator, every family, both number formats.
+"""Under `--deterministic` a row's bits depend on that row alone: every operator, every family, all number formats.
 
 Each operator gets some rows one by one and then the same rows at the head, in the middle and at the end of batches of
 many sizes; every bit must be the same.  What torch itself computes for a row (softmax, exponentials, sums) is held to
@@ -23,7 +23,7 @@ from bgmpi.kernels.cpu import CpuBackend
 from bgmpi.moe import Router, SparseFeedForward, sigmoid
 from bgmpi.sampling import Sampler
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = (1, 2, 3, 5, 8, 17, 31, 33, 64, 100, 131)
 ROWS = 140
 HIDDEN, INNER, EXPERTS = 96, 40, 12
