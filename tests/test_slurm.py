@@ -174,9 +174,10 @@ def test_c77_a_rank_that_aborts_by_a_signal_can_note_its_code_before(cluster: Cl
 def test_c76_a_killed_rank_ends_the_script_and_frees_the_allocation(cluster: Cluster, stand_in: Path) -> None:
     """The others would work on for five minutes."""
     ended, log = cluster.sbatch(
-        stand_in / "work", ["-N", "4", "../slurm/run_batch.sh"], env={"STAND_IN_KILLED": "3"}, limit=90
-    )
-    assert ended.returncode == 128 + 9, f"{ended}\n{log}"
+        stand_in / "work", ["-N", "4", "../slurm/run_batch.sh"],
+        env={"STAND_IN_KILLED": "3", "RUN_ON_STOP": "exit"}, limit=90,
+    )  # fmt: skip
+    assert ended.returncode >= 128, f"{ended}\n{log}"  # 137, or what srun says of the others that it ended
     assert ended.seconds < 60
 
 
