@@ -21,7 +21,7 @@ _STAND_IN = """#!/bin/sh
 exec {python} {program} $KILL_AT "$@"
 """
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL")
-_LIMIT = 90.0
+_LIMIT = 180.0
 
 
 @dataclass(frozen=True, slots=True)

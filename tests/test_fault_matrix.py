@@ -32,10 +32,12 @@ def bodies() -> list[dict[str, Any]]:
         {"temperature": 0}, {"temperature": 0.9, "seed": 3}, {"temperature": 1.1, "n": 2},
         {"temperature": 0.7, "logprobs": 2}, {"temperature": 1.0, "stop": ["zq"]},
     ]
-    return [
+    rows = [
         {"prompt": prompt, "max_tokens": 3 + 9 * (i % 5), "ignore_eos": True, **extras[i % len(extras)]}
         for i, prompt in enumerate(jobs.prompts(24, longest=40, seed=5))
     ]
+    # A straggler, so that ranks are grouped around it and part again before it ends.
+    return [*rows, {"prompt": [7, 5, 3], "max_tokens": 90, "temperature": 0.8, "ignore_eos": True, "logprobs": 1}]
 
 
 def make_job(root: Path) -> Job:
