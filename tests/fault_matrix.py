@@ -155,7 +155,8 @@ VICTIMS = {"alone": (), "mpiexec": ("all", "launcher"), "slurm": ("step", "batch
 #: Signals that ask: the job stops at a step boundary, everything saved.
 SIGNALS = ("TERM", "USR1")
 RANDOM = "any time"
-_FROM = (("bgmpi.engine:run", "ms"), ("bgmpi.engine:_rounds", "ms"))
+#: What random moments are counted from: how long the first step takes says little about the next ones.
+_FROM = (("bgmpi.engine:run", "ms"), ("bgmpi.sequence_manager:SequenceManager.commit", "ms"))
 _OPTIONS = ("", "--drill yield=1 --checkpoint-kv always", "--drill yield=2,migrate=3,partition=2")
 
 
@@ -191,7 +192,7 @@ def signals(launcher: str, ranks: int, *, nodes: int = 1, turn: int = 0) -> list
 def random_kills(
     launcher: str, ranks: int, number: int, *, seed: int, nodes: int = 1, asks: bool = False
 ) -> list[Kill]:
-    """Return kills at random times, some from a job's start and more from its first round, at random checkpoint
+    """Return kills at random times, some from a job's start and more from its first token, at random checkpoint
     intervals; asks: signals instead."""
     draw = np.random.default_rng(seed)
     victims = [str(rank) for rank in range(ranks)]
