@@ -21,6 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import h5py
 import msgspec
 import numpy as np

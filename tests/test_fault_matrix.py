@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -59,18 +60,30 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return make_job(tmp_path_factory.mktemp("matrix"))
 
 
+@dataclass(slots=True)
+class Seen:
+    """All that the tests of this file saw, by piece of the matrix; told at the end of the session."""
+
+    folder: Path
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+
+    def note(self, piece: str, some: list[Outcome]) -> None:
+        """Keep what a piece came to, in a file too."""
+        self.outcomes[piece] = some
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{piece.replace(', ', '-').replace(' ', '-')}.json").write_bytes(as_json(some))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the table."""
+        everyone = [one for some in self.outcomes.values() for one in some]
+        terminalreporter.write_line(f"\n{text(table(everyone))}\n" if everyone else "")
+
+
 @pytest.fixture(scope="module")
-def seen(request: pytest.FixtureRequest) -> Iterator[dict[str, list[Outcome]]]:
-    """All that the tests of this file saw, by piece of the matrix; told at the end."""
-    outcomes: dict[str, list[Outcome]] = {}
-    yield outcomes
-    folder = request.config.rootpath / ".build" / "fault-matrix"
-    folder.mkdir(parents=True, exist_ok=True)
-    for piece, some in outcomes.items():
-        (folder / f"{piece.replace(', ', '-').replace(' ', '-')}.json").write_bytes(as_json(some))
-    everyone = [one for some in outcomes.values() for one in some]
-    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
-    terminal.write_line(f"\n\n{text(table(everyone))}\n")
+def seen(request: pytest.FixtureRequest) -> Seen:
+    seen = Seen(request.config.rootpath / ".build" / "fault-matrix")
+    request.config.pluginmanager.register(seen, "fault-matrix")
+    return seen
 
 
 def require(outcomes: Sequence[Outcome]) -> None:
@@ -128,9 +141,6 @@ def test_a_few_kills_lose_and_double_nothing(job: Job, tmp_path: Path) -> None:
     require(live(job, [kill for kill in kills("alone", 1, turn=5) if kill.phase in wanted], tmp_path))
 
 
-Seen = dict[str, list[Outcome]]
-
-
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("piece", [name for name in everything() if "slurm" not in name])
@@ -139,8 +149,9 @@ def test_no_kill_loses_or_doubles_a_row(piece: str, job: Job, seen: Seen, tmp_pa
     streams = 1 if any(kill.ranks > 1 for kill in wanted) else 2  # of one rank each, side by side
     with ThreadPoolExecutor(streams) as side_by_side:
         parts = [side_by_side.submit(live, job, wanted[at::streams], tmp_path / str(at)) for at in range(streams)]
-        seen[piece] = [one for part in parts for one in part.result()]
-    require(seen[piece])
+        outcomes = [one for part in parts for one in part.result()]
+    seen.note(piece, outcomes)
+    require(outcomes)
 
 
 @pytest.mark.faults
@@ -149,5 +160,6 @@ def test_no_kill_loses_or_doubles_a_row(piece: str, job: Job, seen: Seen, tmp_pa
 @pytest.mark.parametrize("piece", [name for name in everything() if "slurm" in name])
 def test_no_kill_under_slurm_loses_or_doubles_a_row(piece: str, job: Job, seen: Seen, tmp_path: Path) -> None:
     with virtual_nodes(4) as nodes:
-        seen[piece] = live(job, everything()[piece], tmp_path, SlurmStart(nodes.environment, tmp_path / "stand-in"))
-    require(seen[piece])
+        outcomes = live(job, everything()[piece], tmp_path, SlurmStart(nodes.environment, tmp_path / "stand-in"))
+    seen.note(piece, outcomes)
+    require(outcomes)
