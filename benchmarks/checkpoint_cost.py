@@ -52,9 +52,9 @@ def run(model: Path, requests: Path, output: Path, interval: float) -> dict[str,
 
     def timed(part: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
-            def timed_call(*arguments: Any) -> Any:
+            def timed_call(*arguments: Any, **options: Any) -> Any:
                 begun = time.perf_counter()
-                result = call(*arguments)
+                result = call(*arguments, **options)
                 seen[part] += time.perf_counter() - begun
                 seen[f"{part}_calls"] += 1
                 return result
