@@ -21,7 +21,7 @@ from hypothesis import settings
 
 SLURM_HINT = "slurmctld is not installed: apt-get install -y --no-install-recommends slurm-wlm munge"
 _MARKS = (
-    "faults: kills that only `make test-faults` makes",
+    "faults: what only `make test-faults` runs: most kills, and other long proofs",
     "mpi(n): launches a program on n ranks",
     "gpu: needs a GPU",
     "slurm: needs slurmctld",

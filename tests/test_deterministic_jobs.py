@@ -84,7 +84,12 @@ def shapes(folder: Path, ranks: int, spill: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.timeout(660)
-@launch.on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("ranks", [
+    pytest.param(1, marks=pytest.mark.faults),
+    pytest.param(2, marks=[pytest.mark.mpi(2), pytest.mark.faults]),
+    pytest.param(3, marks=pytest.mark.mpi(3)),
+    pytest.param(4, marks=[pytest.mark.mpi(4), pytest.mark.faults]),
+])  # fmt: skip
 def test_every_bit_is_the_same_whatever_the_job_goes_through(
     work: tuple[Path, Path, dict[str, Answers]], ranks: int, tmp_path: Path
 ) -> None:
@@ -106,6 +111,7 @@ def test_every_bit_is_the_same_whatever_the_job_goes_through(
     assert {"yield"} | ({"migrate", "partition"} if ranks > 1 else set()) <= deeds, deeds
 
 
+@pytest.mark.faults
 @launch.on_ranks(2)
 def test_a_killed_job_goes_on_to_the_same_bits_on_another_number_of_ranks(
     work: tuple[Path, Path, dict[str, Answers]], ranks: int, tmp_path: Path
