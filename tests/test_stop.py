@@ -9,6 +9,7 @@ from pathlib import Path
 
 import h5py
 import jobs
+import launch
 import pytest
 from signal_at import signal_words
 from test_resume import Answers, finished, run, words, work
@@ -73,7 +74,7 @@ def test_the_wall_time_stops_a_job_in_time(
 ) -> None:
     model, requests, expected = work
     output = tmp_path / "out.h5"
-    before = ("env", f"SLURM_JOB_END_TIME={int(time.time()) + left}", "bgmpi")
+    before = ("env", f"SLURM_JOB_END_TIME={int(time.time()) + left}", launch.script("bgmpi"))
     ended = run(1, *words(model, requests, output, "--stop-before-walltime", margin), before=before, expect=code)
     if code == 75:
         assert "wall time ends in" in ended.stderr
