@@ -29,6 +29,7 @@ from bgmpi.config import Config, Parser, config_file, resolve
 from bgmpi.config import parser as run_parser
 from bgmpi.errors import BgmpiError, ExitCode, MissingError, UsageError
 from bgmpi.launcher import launch_command, launch_rank, threads_for
+from bgmpi.stop_request import StopRequest, stop_on_signals
 from bgmpi.values import integer
 
 INTERRUPTED = 130
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(os.umask(_OTHERS_WRITE) | _OTHERS_WRITE)  # whatever the user's: no output that everybody may change
     try:
         if words[:1] == ["run"]:
-            return _run(words[1:], os.environ)
+            return _run(words[1:], os.environ, ends=argv is None)
         return _other(words)
     except BgmpiError as error:
         if _should_tell(error, launch_rank(os.environ)):
@@ -105,22 +106,26 @@ def _parser() -> Parser:
 # --- run ----------------------------------------------------------------------------------------------------------
 
 
-def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
+def _run(words: Sequence[str], environ: Mapping[str, str], *, ends: bool) -> int:
+    """Run a batch; ends: this process ends with it."""
     if "-h" in words or "--help" in words:
         sys.stdout.write(run_parser().format_help())
         return ExitCode.OK
     with ExitStack() as stack:
-        return _run_on(launch_rank(environ), words, environ, stack)
+        stop = stack.enter_context(stop_on_signals(ends=ends))
+        return _run_on(launch_rank(environ), words, environ, stop, stack)
 
 
-def _run_on(rank: int | None, words: Sequence[str], environ: Mapping[str, str], stack: ExitStack) -> int:
+def _run_on(
+    rank: int | None, words: Sequence[str], environ: Mapping[str, str], stop: StopRequest, stack: ExitStack
+) -> int:
     config = _configure(words, environ) if rank is None else _configure_together(words, environ, stack)
     if rank is None and config.ranks is not None and config.ranks > 1:
         _become_mpiexec(config.ranks, config.threads, words, environ)
     from bgmpi.api import run_batch
     from bgmpi.report import summary_text
 
-    summary = run_batch(config)
+    summary = run_batch(config, stop)
     if not rank:
         sys.stdout.write(summary_text(summary, shutil.get_terminal_size((100, 24)).columns) + "\n")
     return ExitCode.ERROR_ROWS if summary.failed else ExitCode.OK

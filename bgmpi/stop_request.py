@@ -57,9 +57,13 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
+def stop_on_signals(*, ends: bool = False) -> Iterator[StopRequest]:
     """Turn SIGTERM and SIGUSR1 into a StopRequest until the block is left; outside of the main thread, where Python
-    allows no handlers, nothing is caught."""
+    allows no handlers, nothing is caught.
+
+    ends: the process ends with the block; both are ignored from then on, so that a late one does not take the place of
+    the exit code.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -69,4 +73,4 @@ def stop_on_signals() -> Iterator[StopRequest]:
         yield request
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if ends else handler if handler is not None else signal.SIG_DFL)

@@ -57,7 +57,8 @@ def main() -> None:
         arm(site, deed, int(count))
     from bgmpi.cli import main as program
 
-    sys.exit(program(sys.argv[5:]))
+    sys.argv = ["bgmpi", *sys.argv[5:]]
+    sys.exit(program())
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def engine(monkeypatch):
     """Stand in for the engine: note the config, and end as told."""
     seen: dict[str, object] = {"end": GOOD}
 
-    def run_batch(config):
+    def run_batch(config, stop):
         seen["config"] = config
         end = seen["end"]
         if isinstance(end, BaseException):

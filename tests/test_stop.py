@@ -54,6 +54,18 @@ def test_a_signal_in_any_step_stops_all_ranks_and_loses_nothing(
     assert jobs.tokens_of(output) == expected
 
 
+def test_signals_without_end_change_nothing_to_the_last_instruction(
+    work: tuple[Path, Path, Answers], tmp_path: Path
+) -> None:
+    model, requests, expected = work
+    output = tmp_path / "out.h5"
+    storm = "(while kill -USR1 $PPID; do sleep 0.01; done) 2> /dev/null &"
+    run(1, *words(model, requests, output), expect=75, before=signal_words(0, storm, STEP, 9))
+    assert check_stopped(output) > 0
+    run(1, *words(model, requests, output), expect=3)
+    assert jobs.tokens_of(output) == expected
+
+
 @pytest.mark.mpi(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_signal_while_loading_ends_all_ranks_with_75(

@@ -29,6 +29,19 @@ def test_handlers_are_put_back() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+def test_a_process_that_ends_ignores_what_comes_late() -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with stop_on_signals(ends=True):
+            pass
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_while_loading_the_first_signal_raises_and_the_second_does_not() -> None:
     told = pytest.raises(StoppedError, match="SIGUSR1 came before the first step")
     with stop_on_signals() as request, told as error, request.at_once():
