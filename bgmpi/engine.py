@@ -61,8 +61,10 @@ def run(config: Config, stop: StopRequest) -> Summary:
     with ExitStack() as stack, _out_of_memory_is_told(config):
         stack.enter_context(torch.inference_mode())
         world = stack.enter_context(open_world(allow_mismatch=config.allow_rank_mismatch))
-        with stop.at_once():
-            opened = _open(config, world, begun, stop, stack)
+        world.stop = stop
+        with stop.loading():
+            opened = _open(config, world, begun, stack)
+            together(world, lambda: None)  # who was asked to stop between two stages says so now
         if isinstance(opened, Summary):
             return opened
         last = _rounds(world, opened.head, opened.rank, opened.checkpoint)
@@ -85,7 +87,7 @@ class _Opened:
     spilled: Callable[[], int]
 
 
-def _open(config: Config, world: World, begun: float, stop: StopRequest, stack: ExitStack) -> _Opened | Summary:
+def _open(config: Config, world: World, begun: float, stack: ExitStack) -> _Opened | Summary:
     """Collective over the world: check, load and lay out everything; -> the summary where nothing is left to do."""
     log.configure(world.rank, world.host, config.log_level)
     together(world, lambda: _check_ranks(config, world))
@@ -106,7 +108,7 @@ def _open(config: Config, world: World, begun: float, stop: StopRequest, stack: 
     tally = Tally(writer)
     rank = Rank(
         world, groups, parts.store, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take,
-        config.check, notes=config.trace is not None, stop=stop,
+        config.check, notes=config.trace is not None, stop=world.stop,
     )  # fmt: skip
     tail = _tail_rules(job, world, groups, parts)
     loaded = clock()

@@ -120,10 +120,12 @@ def _shard_attributes(index: RequestIndex) -> dict[str, int]:
 
 
 def together(world: World, stage: Callable[[], T]) -> T:
-    """Collective over the world: do a stage on every rank; a failure on any rank is raised on all."""
+    """Collective over the world: do a stage on every rank; a failure on any rank, and while the job is loaded a request
+    to stop, is raised on all."""
     result, failure = None, None
     try:
-        result = stage()
+        with world.stop.stage():
+            result = stage()
     except BgmpiError as error:
         if isinstance(error, InternalError):
             _LOG.exception("a fault of the program")

@@ -1,9 +1,10 @@
 """A request from outside to stop: SIGTERM or SIGUSR1, as batch systems send them before they kill.
 
 A handler may run between any two bytecodes, so it does as little as can be: it notes the request, and the program looks
-at its next step boundary (`reason`), where all ranks can stop together.  Only while nothing is there that could be
-saved (`at_once`: files are opened, weights loaded) it raises, because loading may outlast the grace time.  A second
-signal finds the request noted and changes nothing.
+at its next step boundary (`reason`), where all ranks can stop together.  Only before the first step, within a stage of
+loading (`loading`, `stage`), it raises, because a stage may outlast the grace time and there is nothing yet that could
+be saved; what a stage raises all ranks agree on at its end.  A second signal finds the request noted and changes
+nothing.
 
 Rejected: asking MPI from the handler to tell the others (not safe there), and acting on the first signal in the middle
 of a step (the others would wait in an exchange for ever).
@@ -31,17 +32,29 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason = ""
-        self._raises = False
+        self._loading = self._raises = False
 
     def ask(self, number: int, _: FrameType | None = None) -> None:
-        """Note a signal; raise StoppedError within `at_once`."""
+        """Note a signal; raise StoppedError within a stage of loading."""
         again, self.reason = self.reason, signal.Signals(number).name
         if self._raises and not again:
             raise self._stopped()
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Raise StoppedError as soon as a request comes, or came, until the block is left."""
+    def loading(self) -> Iterator[None]:
+        """Let stages within the block stop at once."""
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+
+    @contextmanager
+    def stage(self) -> Iterator[None]:
+        """Within `loading`, raise StoppedError as soon as a request comes, or came, until the block is left."""
+        if not self._loading:
+            yield
+            return
         self._raises = True
         try:
             if self.reason:

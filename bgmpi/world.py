@@ -30,6 +30,7 @@ from bgmpi.errors import BgmpiError, ExitCode
 from bgmpi.group import Group
 from bgmpi.launcher import check_launch
 from bgmpi.pulse import Pulse
+from bgmpi.stop_request import StopRequest
 
 T = TypeVar("T")
 
@@ -67,13 +68,14 @@ class World:
     """All ranks of the job.  Opened once by `open_world`, closed by `with`.
 
     node_of: int64 [ranks], the first rank of each rank's node; node_rank, node_size: this rank's place on its node;
-    pulse: how this rank goes on, which also says when it waits here.
+    pulse: how this rank goes on, which also says when it waits here; stop: whether somebody asked this rank to stop.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
         self.pulse = Pulse()
+        self.stop = StopRequest()
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.host = socket.gethostname().split(".")[0]

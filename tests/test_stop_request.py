@@ -44,7 +44,7 @@ def test_a_process_that_ends_ignores_what_comes_late() -> None:
 
 def test_while_loading_the_first_signal_raises_and_the_second_does_not() -> None:
     told = pytest.raises(StoppedError, match="SIGUSR1 came before the first step")
-    with stop_on_signals() as request, told as error, request.at_once():
+    with stop_on_signals() as request, told as error, request.loading(), request.stage():
         try:
             os.kill(os.getpid(), signal.SIGUSR1)
         finally:
@@ -56,21 +56,24 @@ def test_while_loading_the_first_signal_raises_and_the_second_does_not() -> None
 def test_a_signal_before_loading_raises_when_loading_begins() -> None:
     request = StopRequest()
     request.ask(signal.SIGTERM)
-    with pytest.raises(StoppedError), request.at_once():
+    with pytest.raises(StoppedError), request.loading(), request.stage():
         raise AssertionError("the block was entered")
 
 
 def test_a_request_whose_exception_was_lost_raises_at_the_end() -> None:
     request = StopRequest()
-    with pytest.raises(StoppedError), request.at_once(), contextlib.suppress(StoppedError):
+    with pytest.raises(StoppedError), request.loading(), request.stage(), contextlib.suppress(StoppedError):
         request.ask(signal.SIGTERM)
 
 
-def test_after_loading_nothing_is_raised() -> None:
+def test_between_stages_and_after_loading_nothing_is_raised() -> None:
     request = StopRequest()
-    with request.at_once():
-        pass
-    request.ask(signal.SIGUSR1)
+    with request.loading():
+        with request.stage():
+            pass
+        request.ask(signal.SIGTERM)
+    with request.stage():
+        request.ask(signal.SIGUSR1)
     assert request.reason == "SIGUSR1"
 
 
