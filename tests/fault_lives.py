@@ -252,7 +252,10 @@ def _named(folder: Path) -> Iterable[Name]:
     """Yield row and sample of every answer in the segments that a journal names and whose bytes are as written."""
     for journal in sorted(folder.glob("journal-*.jsonl")):
         for line in journal.read_bytes().split(b"\n")[:-1]:
-            entry = json.loads(line)
+            try:
+                entry = json.loads(line)
+            except ValueError:  # a rank that wrote half a line and lived on, because the launcher was the victim
+                continue
             path = folder / entry["name"]
             if entry["kind"] != "segment" or not path.exists():
                 continue
