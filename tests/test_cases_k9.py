@@ -22,9 +22,9 @@ import bgmpi.api
 whole = bgmpi.api.run_batch
 def highest():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-def run_batch(config):
+def run_batch(config, stop):
     before = highest()
-    summary = whole(config)
+    summary = whole(config, stop)
     with open(os.environ["WATCHED"], "a") as file:
         file.write(f"{highest() - before}\\n")
     return summary

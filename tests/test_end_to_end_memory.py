@@ -37,8 +37,8 @@ _HIGHEST = """
 import os, resource
 import bgmpi.api
 whole = bgmpi.api.run_batch
-def run_batch(config):
-    summary = whole(config)
+def run_batch(config, stop):
+    summary = whole(config, stop)
     with open(os.environ["WATCHED"], "a") as file:
         file.write(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}\\n")
     return summary
