@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from bgmpi.io.attempts import RowMap
-from bgmpi.io.kv_checkpoint import PATTERNS, attempt_of, read_index, read_rate
+from bgmpi.io.kv_checkpoint import PATTERNS, read_index, read_rate
+from bgmpi.io.segments import attempt_of
 from bgmpi.primitives import Ids
 from bgmpi.recovery import Left, restoring_pays
 from bgmpi.request import SavedKv
@@ -30,7 +31,7 @@ def choose_kv(facts: str, folder: Path, maps: Mapping[int, RowMap], left: Left, 
     best: dict[int, tuple[SavedKv, int]] = {}
     rate = float("nan")
     for path in sorted(folder.glob(PATTERNS[0])):
-        number = attempt_of(path)
+        number = attempt_of(path.name)
         index = read_index(path, facts) if number in maps else f"{path.name}: its attempt is not known"
         if isinstance(index, str):
             _LOG.warning("%s", index)

@@ -108,7 +108,7 @@ def _open(config: Config, world: World, begun: float, stack: ExitStack) -> _Open
     tally = Tally(writer)
     rank = Rank(
         world, groups, parts.store, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take,
-        config.check, notes=config.trace is not None, stop=world.stop,
+        config.check, notes=config.trace is not None,
     )  # fmt: skip
     tail = _tail_rules(job, world, groups, parts)
     loaded = clock()

@@ -35,7 +35,6 @@ from bgmpi.saved_kv import restore
 from bgmpi.sequence_manager import Ended, SequenceManager, Way
 from bgmpi.shard import Shard
 from bgmpi.step_plan import StepPlan
-from bgmpi.stop_request import StopRequest
 from bgmpi.tally import Moves
 from bgmpi.transcript import Transcript, close_transcript, go_on, open_transcript, so_far
 from bgmpi.world import World
@@ -80,7 +79,7 @@ class Rank:
     """The rank's live sequences and how they advance.
 
     groups: this rank's groups by (first rank, size); clock: seconds since the job began; sink: takes each finished
-    answer; check: prove all laws after every step; notes: keep deeds for the trace; stop: whether a signal came.
+    answer; check: prove all laws after every step; notes: keep deeds for the trace.
     """
 
     world: World
@@ -94,7 +93,6 @@ class Rank:
     sink: Callable[[Answer], None]
     check: bool = False
     notes: bool = False
-    stop: StopRequest = field(default_factory=StopRequest)
     live: dict[int, Transcript] = field(default_factory=dict)
     moves: Moves = field(default_factory=Moves)
     _sharded: Sharded | None = None
@@ -231,7 +229,7 @@ class Rank:
             active=manager.active_set.sequence[few],
             decoded=manager.active_set.decoded(few),
             deeds=deeds,
-            stop=self.stop.reason,
+            stop=self.world.stop.reason,
         )
 
     # --- inside ---------------------------------------------------------------------------------------------------
@@ -318,7 +316,7 @@ class Rank:
         manager = self.manager
         room = manager.active_set.free > len(manager.active) // 8 and manager.kv.free > manager.kv.pages // 8
         # A group steps together: one member alone must not leave the round.
-        last = (more and not manager.backlog and room) or (bool(self.stop.reason) and self._sharded is None)
+        last = (more and not manager.backlog and room) or (bool(self.world.stop.reason) and self._sharded is None)
         if self.world.size == 1 or not self.executor.lockstep:
             return tokens, last
         everyone = self.world.all_gather_counts(np.array([tokens, last], np.int64))

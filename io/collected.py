@@ -85,9 +85,8 @@ def begun(maps: Mapping[int, RowMap], finished: Collected) -> dict[tuple[int, in
     ended = set(zip(finished.row.tolist(), finished.sample.tolist(), strict=True))
     found: dict[tuple[int, int], Answer] = {}
     for number, progress in finished.progress:
-        rows = maps[number].rows
-        for answer in to_answers(progress, {}):
-            row = answer.row if rows is None else int(rows[answer.row]) if 0 <= answer.row < len(rows) else GONE
+        rows = maps[number].now(progress.fixed["samples/row"]).tolist()
+        for row, answer in zip(rows, to_answers(progress, {}), strict=True):
             name = row, answer.sample
             best = found.get(name)
             if row != GONE and name not in ended and (best is None or len(best.tokens) < len(answer.tokens)):
@@ -99,8 +98,7 @@ def counting(row: Index, is_error: NDArray[np.bool_], how: RowMap) -> tuple[Inde
     """Return the places of the answers [k] that count, and their rows of the present input."""
     counts = np.ones(len(row), bool) if how.errors else ~is_error
     if how.rows is not None:
-        known = (row >= 0) & (row < len(how.rows))
-        row = np.where(known, how.rows[np.where(known, row, 0)], GONE) if len(how.rows) else np.full_like(row, GONE)
+        row = how.now(row)
         counts &= row != GONE
     at = np.flatnonzero(counts)
     return at, row[at]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import secrets
 import time
 import zlib
@@ -69,12 +68,6 @@ def hash_of(tokens: NDArray[np.int32]) -> int:
 def kv_path(folder: Path, attempt: int, rank: int) -> Path:
     """Return a new name for a file of this attempt's rank."""
     return folder / f"kv-{attempt:04d}-{secrets.token_hex(6)}-r{rank:05d}.h5"
-
-
-def attempt_of(path: Path) -> int:
-    """Return the attempt that wrote a file of this name, 0 when it cannot be told."""
-    found = re.match(r"kv-(\d+)-", path.name)
-    return int(found[1]) if found else 0
 
 
 def save_kv(path: Path, facts: str, found: list[KvToSave], store: torch.Tensor, prefill_rate: float) -> int:

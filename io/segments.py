@@ -303,5 +303,5 @@ def _place(file: h5py.File, name: str) -> tuple[int | None, tuple[int, ...]]:
 
 def attempt_of(name: str) -> int:
     """Return the attempt that wrote a file of this name, 0 when it cannot be told."""
-    found = re.match(r"(?:segment|progress)-(\d+)-", name)
+    found = re.match(r"(?:segment|progress|kv)-(\d+)-", name)
     return int(found[1]) if found else 0

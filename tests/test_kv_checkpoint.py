@@ -12,7 +12,6 @@ import torch
 from bgmpi.io.kv_checkpoint import (
     KvIndex,
     KvToSave,
-    attempt_of,
     hash_of,
     kv_path,
     load_kv,
@@ -20,6 +19,7 @@ from bgmpi.io.kv_checkpoint import (
     read_rate,
     save_kv,
 )
+from bgmpi.io.segments import attempt_of
 
 FACTS = "model bfloat16 4"
 
@@ -42,7 +42,7 @@ def saved(path: Path, store: torch.Tensor) -> KvIndex:
 def test_pages_come_back_bit_for_bit_at_other_places(tmp_path: Path) -> None:
     store, path = store_of(10), kv_path(tmp_path, 3, 5)
     index = saved(path, store)
-    assert attempt_of(path) == 3 and index.row.tolist() == [7, 2] and index.sample.tolist() == [0, 1]
+    assert attempt_of(path.name) == 3 and index.row.tolist() == [7, 2] and index.sample.tolist() == [0, 1]
     assert index.prefill_rate == 1234.0 and index.page_bytes == store[0].numel() * 2 and read_rate(path) > 0
     other = torch.zeros_like(store)
     first, second = index.saved
