@@ -45,10 +45,12 @@ _LOG = logging.getLogger("bgmpi.head")
 
 
 class Orders(Struct):
-    """What one rank gets in one round: instructions, and the work that its `Admit`s speak of."""
+    """What one rank gets in one round: instructions, the work that its `Admit`s speak of, and the shared prefixes to
+    which no further sequence of the job will come."""
 
     instructions: list[Instruction]
     work: list[Work]
+    closed: list[int] = []
 
 
 class Head:

@@ -26,12 +26,16 @@ NOBODY.flags.writeable = False
 
 class Arrived(Struct, frozen=True, tag=True, eq=False):
     """Rows were read and are ready to run.  prompt, cap: tokens int64 [k] (prompt length, most tokens to generate);
-    decoded: int64 [k], tokens that an earlier attempt generated, empty where nobody has any."""
+    decoded: int64 [k], tokens that an earlier attempt generated, empty where nobody has any; shared: int64 [k], tokens
+    of the prompt that another sequence of the same unit computes, empty where nobody shares; unit: int64 [k], equal for
+    neighbours that should be on one rank, empty where each stands alone.  A unit arrives whole."""
 
     sequences: Ids
     prompt: Counts
     cap: Counts
     decoded: Counts = NOBODY
+    shared: Counts = NOBODY
+    unit: Ids = NOBODY
 
 
 class InputEnded(Struct, frozen=True, tag=True, eq=False):
@@ -89,6 +93,7 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     active, decoded: the rank's active sequences and how many tokens each has generated, while they are at most
     FEW_ACTIVE (a tail is then near), else empty.
     deeds: what it did, when the job keeps a trace, else empty.
+    answered: int64 [k, 2], the caps of the sequences that ended with an answer and the tokens that each generated.
     stop: the signal that asked the rank to stop, else empty.
     """
 
@@ -106,6 +111,7 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     active: Ids = NOBODY
     decoded: Counts = NOBODY
     deeds: tuple[Deed, ...] = ()
+    answered: Counts = NOBODY
     stop: str = ""
 
 

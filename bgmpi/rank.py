@@ -34,6 +34,7 @@ from bgmpi.sampling import Drawn, Sampler
 from bgmpi.saved_kv import restore
 from bgmpi.sequence_manager import Ended, SequenceManager, Way
 from bgmpi.shard import Shard
+from bgmpi.shared_prefixes import Prefix
 from bgmpi.step_plan import StepPlan
 from bgmpi.tally import Moves
 from bgmpi.transcript import Transcript, close_transcript, go_on, open_transcript, so_far
@@ -51,7 +52,8 @@ class Work:
     """Sequences of one request that a rank is given.
 
     sequences[i] is sample samples[i] of the request; most: the longest each may become, tokens; begun: what an earlier
-    attempt left of some; level: how urgent they are (`fairness.Turns`).
+    attempt left of some; level: how urgent they are (`fairness.Turns`); prefixes: what their prompt shares with others,
+    shallow before deep.
     """
 
     request: Request
@@ -61,6 +63,7 @@ class Work:
     queued_s: float
     begun: dict[int, Begun] = field(default_factory=dict)
     level: int = 0
+    prefixes: tuple[Prefix, ...] = ()
 
 
 @dataclass(slots=True)
