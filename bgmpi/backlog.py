@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError
 from bgmpi.paged_kv import Pages
+from bgmpi.shared_prefixes import Prefix
 
 NO_PAGES: Pages = np.empty(0, np.int32)
 NO_PAGES.flags.writeable = False
@@ -31,7 +32,8 @@ class Entry:
     tokens: int32 [known], the prompt and what was generated; prompt: tokens of the prompt; most: the longest the
     sequence may become, tokens.  with_kv: tokens whose KV it kept: first in the pages `disk`, then in the pages `home`
     (parked page numbers, int32).  started: it was active before.  level: how urgent it is, from 0, the most urgent
-    (`fairness.Turns`).
+    (`fairness.Turns`).  prefixes: what its prompt shares with others, shallow before deep; the pages of such a prefix
+    that it borrows are not among `home`.
     """
 
     sequence: int
@@ -43,6 +45,7 @@ class Entry:
     disk: Pages = field(default_factory=lambda: NO_PAGES)
     started: bool = False
     level: int = 0
+    prefixes: tuple[Prefix, ...] = ()
 
     def without_kv(self) -> Entry:
         """Return it as one that must compute its KV again."""

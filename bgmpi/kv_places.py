@@ -61,16 +61,20 @@ class KvPlaces:
 
     # --- slots ----------------------------------------------------------------------------------------------------
 
-    def open(self, slot: int, entry: Entry, spare: int, *, crowded: bool = False) -> bool:
+    def open(self, slot: int, entry: Entry, spare: int, *, crowded: bool = False,
+             borrowed: Pages | None = None) -> bool:
         """Give an empty slot the pages of a sequence: those it kept and those it needs; True, or False and no change.
 
-        Resident where it computes at home.  Where the home cannot hold a new sequence, or is `crowded`, its full pages
-        go to the disk, if that has room for them.
+        borrowed: pages at home, of a shared prefix, that stand before its own.  Resident where it computes at home.
+        Where the home cannot hold a new sequence, or is `crowded`, its full pages go to the disk, if that has room for
+        them; those of a sequence that shares a prefix stay at home.
         """
         on_disk = len(entry.disk)
         if crowded and self._opened_on_disk(slot, entry, spare):
             return True
-        if not self.home.open(slot, len(entry.tokens), entry.most, spare=spare, base=on_disk, parked=entry.home):
+        if not self.home.open(
+            slot, len(entry.tokens), entry.most, spare=spare, base=on_disk, parked=entry.home, borrowed=borrowed
+        ):
             return not crowded and self._opened_on_disk(slot, entry, spare)
         if on_disk:
             assert self.disk is not None
@@ -82,7 +86,7 @@ class KvPlaces:
     def _opened_on_disk(self, slot: int, entry: Entry, spare: int) -> bool:
         """Open a sequence without KV so that its full pages go to the disk as they come; False where that cannot be."""
         full = len(entry.tokens) // self.page_tokens
-        if self.disk is None or entry.with_kv or not full or full > self.disk.free:
+        if self.disk is None or entry.with_kv or entry.prefixes or not full or full > self.disk.free:
             return False
         if self.home.pages_for(entry.most) > self.streamed_most:
             return False
@@ -101,7 +105,7 @@ class KvPlaces:
         self.resident[slots] = False
 
     def park(self, slot: int, with_kv: int) -> tuple[Pages, Pages]:
-        """Take a slot's pages off it and keep those with KV: home pages and disk pages.  A resident sequence of a
+        """Take a slot's own pages off it and keep those with KV: home pages and disk pages.  A resident sequence of a
         device must have been demoted before."""
         if self.device is not None:
             if self.resident[slot]:
@@ -109,7 +113,8 @@ class KvPlaces:
             self.device.close(np.array([slot], np.int64))
         disk = self.disk.park(slot) if self.disk is not None else np.empty(0, np.int32)
         self.resident[slot] = False
-        home, full = self.home.park(slot), self.home.pages_for(with_kv)
+        full = self.home.pages_for(with_kv) - int(self.home.borrowed[slot])
+        home = self.home.park(slot)
         if self.disk is not None:
             self.disk.release(disk[full:])
         self.home.release(home[max(0, full - len(disk)) :])
@@ -160,7 +165,7 @@ class KvPlaces:
     def can_spill(self, slots: Slots, with_kv: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many full pages each slot has at home that could go to disk, int64 [k]."""
         full = with_kv // self.page_tokens - self.home.base[slots]
-        fits = self.home.limit[slots] <= self.streamed_most
+        fits = (self.home.limit[slots] <= self.streamed_most) & (self.home.borrowed[slots] == 0)
         streamed = ~self.resident[slots] if self.device is not None else True
         return np.where(fits & streamed, np.maximum(full, 0), 0)
 

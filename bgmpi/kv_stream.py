@@ -53,16 +53,13 @@ def passage(places: KvPlaces, slots: NDArray[np.int64], before: NDArray[np.int64
     """Plan the pages of streamed sequences that have `before` tokens with KV and compute `count` more.  Pure.
 
     A page comes from home where the home has it, else from disk; it goes back to the disk where the disk has a place
-    for it, else home.  Pages that hold nothing yet do not come.
+    for it, else home.  Pages that hold nothing yet do not come; one that several borrow comes once.
     """
     page_tokens = places.page_tokens
     pages = -(-(before + count) // page_tokens)
     ends = np.cumsum(pages)
     row = np.repeat(np.arange(len(slots)), pages)
     ordinal = np.arange(int(ends[-1])) - np.repeat(ends - pages, pages)
-    place = np.arange(len(row))
-    table = np.full((len(slots), int(pages.max())), -1, np.int32)
-    table[row, ordinal] = place
     slot = slots[row]
     at_home = ordinal >= places.home.base[slot]
     on_disk = np.zeros(len(row), bool)
@@ -72,7 +69,10 @@ def passage(places: KvPlaces, slots: NDArray[np.int64], before: NDArray[np.int64
         disk[on_disk] = places.disk.table[slot[on_disk], ordinal[on_disk]]
     home = np.zeros(len(row), np.int64)
     home[at_home] = places.home.table[slot[at_home], (ordinal - places.home.base[slot])[at_home]]
-    filled = ordinal * page_tokens < before[row]
+    place, first = _places_in_buffer(np.where(ordinal < places.home.borrowed[slot], home, -1))
+    table = np.full((len(slots), int(pages.max())), -1, np.int32)
+    table[row, ordinal] = place
+    filled = first & (ordinal * page_tokens < before[row])
     touched = (ordinal + 1) * page_tokens > before[row]
     comes_home, comes_disk = filled & at_home, filled & ~at_home
     goes_disk, goes_home = touched & on_disk, touched & ~on_disk
@@ -80,6 +80,20 @@ def passage(places: KvPlaces, slots: NDArray[np.int64], before: NDArray[np.int64
         table, home[comes_home], place[comes_home], disk[comes_disk], place[comes_disk], home[goes_home],
         place[goes_home], disk[goes_disk], place[goes_disk],
     )  # fmt: skip
+
+
+def _places_in_buffer(borrowed: Numbers) -> tuple[Numbers, NDArray[np.bool_]]:
+    """Return the place in the buffer of each page, int64 [n], and where each place is named first, bool [n].
+
+    borrowed: int64 [n], page numbers at home of those that several sequences may borrow, -1 for others: a page that is
+    borrowed twice comes once.
+    """
+    name = np.where(borrowed >= 0, borrowed, -1 - np.arange(len(borrowed)))
+    _, first, which = np.unique(name, return_index=True, return_inverse=True)
+    is_first = np.zeros(len(name), bool)
+    is_first[first] = True
+    place = np.cumsum(is_first) - 1
+    return place[first][which], is_first
 
 
 class Streamed(Protocol):
@@ -193,6 +207,15 @@ class KvStream:
         device, home = _between(places.device, places.home, slots, first, -(-with_kv // places.page_tokens))
         return self._copy(self._device, device, self._home, home)
 
+    def copy_home(self, pairs: list[tuple[int, int]]) -> int:
+        """Copy whole pages at home as if one after another: from, to -> bytes."""
+        if pairs:
+            self.settle()
+        for part in _apart(pairs):
+            source, target = np.array(part, np.int64).T
+            self._copy(self._home, target, self._home, source)
+        return len(pairs) * self.page_bytes
+
     def spill(self, places: KvPlaces, slots: NDArray[np.int64]) -> int:
         """Write the home pages for which the slots hold new disk pages, layer by layer -> bytes."""
         assert self._spill is not None and places.disk is not None
@@ -243,6 +266,22 @@ def _between(
     slot = slots[row]
     numbers = [pool.table[slot, ordinal - pool.base[slot]].astype(np.int64) for pool in (one, other)]
     return numbers[0], numbers[1]
+
+
+def _apart(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Cut copies (from, to) into pieces within which none reads or writes what another writes."""
+    pieces: list[list[tuple[int, int]]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, target in pairs:
+        if not pieces or source in written or target in written or target in read:
+            pieces.append([])
+            read.clear()
+            written.clear()
+        pieces[-1].append((source, target))
+        read.add(source)
+        written.add(target)
+    return pieces
 
 
 def _wait(receipts: list[Receipt]) -> None:

@@ -25,15 +25,25 @@ from bgmpi.io.tokenizer import Tokenizer
 from bgmpi.paged_kv import Pages
 from bgmpi.primitives import Ids, Migrate
 from bgmpi.sequence_manager import SequenceManager
+from bgmpi.shared_prefixes import NO_ONE, Prefix, SharedPrefixes
 from bgmpi.transcript import Transcript, TranscriptParcel, pack, unpack
 from bgmpi.world import World, decode, encode
 
 _LOG = logging.getLogger("bgmpi.migration")
 
 
+class PrefixParcel(msgspec.Struct, frozen=True, eq=False):
+    """The KV of a prefix on its way: its full pages beside its parent's, and its tail (-1: none), as the source names
+    them."""
+
+    number: int
+    pages: Pages
+    tail: int
+
+
 class Parcel(msgspec.Struct, frozen=True, eq=False):
-    """A sequence on its way: the fields of an `Entry` with its home pages as the source names them, and its
-    transcript."""
+    """A sequence on its way: the fields of an `Entry` with its home pages as the source names them, its transcript, and
+    the prefixes behind which its KV goes on, shallow before deep."""
 
     sequence: int
     tokens: NDArray[np.int32]
@@ -44,6 +54,8 @@ class Parcel(msgspec.Struct, frozen=True, eq=False):
     pages: Pages
     transcript: TranscriptParcel
     level: int
+    prefixes: tuple[Prefix, ...]
+    behind: tuple[PrefixParcel, ...]
 
 
 class Taken(msgspec.Struct, frozen=True, eq=False):
@@ -61,11 +73,12 @@ class Migrated:
     bytes: int
 
 
-def parcel_of(entry: Entry, transcript: Transcript) -> Parcel:
+def parcel_of(entry: Entry, transcript: Transcript, prefixes: SharedPrefixes) -> Parcel:
     """Return what another rank must know of a sequence."""
+    behind = tuple(PrefixParcel(number, *prefixes.own_pages(number)) for number in prefixes.behind(entry.sequence))
     return Parcel(
         entry.sequence, entry.tokens, entry.prompt, entry.most, entry.with_kv, entry.started, entry.home,
-        pack(transcript), entry.level,
+        pack(transcript), entry.level, entry.prefixes, behind,
     )  # fmt: skip
 
 
@@ -73,7 +86,7 @@ def entry_of(parcel: Parcel, pages: Pages) -> Entry:
     """Return the sequence of a parcel, its KV in `pages` of this rank."""
     return Entry(
         parcel.sequence, parcel.tokens, parcel.prompt, parcel.most, parcel.with_kv, pages, started=parcel.started,
-        level=parcel.level,
+        level=parcel.level, prefixes=parcel.prefixes,
     )  # fmt: skip
 
 
@@ -91,7 +104,7 @@ def migrate(
     for order in orders:
         if order.source == world.rank:
             outgoing[order.target] += [
-                parcel_of(entry, live[entry.sequence]) for entry in manager.leave(order.sequences)
+                parcel_of(entry, live[entry.sequence], manager.prefixes) for entry in manager.leave(order.sequences)
             ]
     store.sync()
     incoming = [decode(data, list[Parcel]) for data in world.exchange([encode(parcels) for parcels in outgoing])]
@@ -122,25 +135,65 @@ def _receive(
     """Claim pages for what `source` offers and get its bytes -> the parcels taken, each with its new entry and the
     pages given for it, and the bytes copied."""
     claimed: list[tuple[Parcel, Pages]] = []
+    copied = 0
     for parcel in parcels:
         spare = manager.kv.growing(manager.active)
         pages = manager.kv.claim(len(parcel.pages), spare) if manager.takes(parcel.most) else None
-        if pages is not None:
-            claimed.append((parcel, pages))
+        if pages is None:
+            continue
+        came = _bring_prefixes(parcel, source, store, manager)
+        if came is None:
+            manager.kv.release(pages)
+            continue
+        copied += came
+        claimed.append((parcel, pages))
     if not claimed:
-        return [], 0
+        return [], copied
     if store.same_node(source):
         for parcel, pages in claimed:
             manager.kv.trade(given=pages, taken=parcel.pages)
-        return [(parcel, entry_of(parcel, parcel.pages), pages) for parcel, pages in claimed], 0
+        return [(parcel, entry_of(parcel, parcel.pages), pages) for parcel, pages in claimed], copied
     theirs = np.concatenate([parcel.pages for parcel, _ in claimed]).astype(np.int64)
     mine = np.concatenate([pages for _, pages in claimed]).astype(np.int64)
     try:
         store.fetch(source, theirs, mine).wait()
     except BgmpiError as error:
         _LOG.warning("%d sequences of rank %d stay there: %s", len(claimed), source, error)
-        for _, pages in claimed:
+        for parcel, pages in claimed:
             manager.kv.release(pages)
-        return [], 0
+            manager.prefixes.leave(parcel.sequence)
+        return [], copied
     nothing = np.empty(0, np.int32)
-    return [(parcel, entry_of(parcel, pages), nothing) for parcel, pages in claimed], len(mine) * store.page_bytes
+    copied += len(mine) * store.page_bytes
+    return [(parcel, entry_of(parcel, pages), nothing) for parcel, pages in claimed], copied
+
+
+def _bring_prefixes(parcel: Parcel, source: int, store: HostStore, manager: SequenceManager) -> int | None:
+    """Let this rank have the prefixes behind which a sequence's KV goes on, those it lacks copied from `source`, and
+    the sequence be one of their members; -> bytes copied, None and no change where that cannot be."""
+    prefixes, kv, copied = manager.prefixes, manager.kv, 0
+    prefixes.enter(parcel.sequence, parcel.prefixes, told=False)
+    for one in parcel.behind:
+        if prefixes.has(one.number):
+            if not prefixes.is_of(one.number, parcel.tokens):
+                break
+            continue
+        theirs = np.append(one.pages, np.array([one.tail] * (one.tail != NO_ONE), np.int32)).astype(np.int64)
+        mine = kv.claim(len(theirs), kv.growing(manager.active))
+        if mine is None:
+            break
+        try:
+            store.fetch(source, theirs, mine.astype(np.int64)).wait()
+        except BgmpiError as error:
+            _LOG.warning("sequence %d stays at rank %d: %s", parcel.sequence, source, error)
+            kv.release(mine)
+            break
+        full = len(one.pages)
+        prefixes.install(one.number, parcel.tokens, mine[:full], int(mine[full]) if one.tail != NO_ONE else NO_ONE)
+        copied += len(theirs) * store.page_bytes
+    else:
+        if parcel.behind:
+            prefixes.link(parcel.sequence, parcel.behind[-1].number)
+        return copied
+    prefixes.leave(parcel.sequence)
+    return None

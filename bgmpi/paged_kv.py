@@ -3,7 +3,9 @@
 A sequence holds whole pages of `page_tokens` tokens; each decoding sequence has two future pages reserved (paper A5),
 so a round of one page of steps can never run dry in its middle.  Reserving counts pages without naming them; only a
 reserved page can become a held one.  Pages of a sequence that lost its slot but kept its KV are parked: whoever parked
-them knows their numbers.  Every call either does all of what was asked or nothing (allocate, then commit).
+them knows their numbers.  Pages of a shared prefix are parked too, and any number of slots borrow them: they stand
+first in a slot's table and are none of its own.  So every page has one holder, and who may still read it is counted by
+the prefix (`shared_prefixes`).  Every call either does all of what was asked or nothing (allocate, then commit).
 
 Knows slots, never sequences, tokens' values or devices.  Page numbers are names: a rank's first pool counts from
 `first`, and pools of one node may trade numbers (`trade`), so that KV changes its owner without a copy.  Page tables
@@ -30,9 +32,10 @@ class PagedKV:
     """The page pool of one rank and the page table of each slot.
 
     table: int32 [slots, widest], page numbers, -1 behind the last; held, reserved: int32 [slots], pages.
-    base: int32 [slots], the ordinal of the first page held (its predecessors lie elsewhere): table[slot, i] has the
-    tokens from (base + i) * page_tokens on.  limit: int32 [slots], the ordinal behind the last page that the slot's
-    sequence can ever need.  parked: pages that no slot holds.
+    base: int32 [slots], the ordinal of the first page in the table (its predecessors lie elsewhere): table[slot, i] has
+    the tokens from (base + i) * page_tokens on.  borrowed: int32 [slots], how many pages at the table's begin are a
+    shared prefix's; those held stand behind them.  limit: int32 [slots], the ordinal behind the last page that the
+    slot's sequence can ever need.  parked: pages that no slot holds.
     """
 
     def __init__(self, pages: int, slots: int, page_tokens: int, *, first: int = 0, reserve: int = RESERVE) -> None:
@@ -42,6 +45,7 @@ class PagedKV:
         self.held: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.reserved: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.base: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.borrowed: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.limit: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.parked = 0
         self._most_reserved = reserve
@@ -61,26 +65,35 @@ class PagedKV:
 
     def end(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the tokens that the slots' pages reach to, int64 [k]."""
-        reached: NDArray[np.int64] = (self.base[slots] + self.held[slots]).astype(np.int64) * self.page_tokens
+        reached: NDArray[np.int64] = (self._first(slots) + self.held[slots]).astype(np.int64) * self.page_tokens
         return reached
+
+    def row(self, slot: int) -> Pages:
+        """Return the page numbers of a slot in order, those that it borrows and those that it holds."""
+        return self.table[slot, : self.borrowed[slot] + self.held[slot]].copy()
 
     # --- slots ----------------------------------------------------------------------------------------------------
 
     def open(self, slot: int, tokens: int, most_tokens: int, *, spare: int = 0, base: int = 0,
-             parked: Pages | None = None) -> bool:
+             parked: Pages | None = None, borrowed: Pages | None = None) -> bool:
         """Hold pages for `tokens` tokens and reserve the next ones for an empty slot; True, or False and no change.
 
         most_tokens: the longest the sequence can become.  spare: pages that must still be free afterwards.  base:
-        leading pages that lie elsewhere.  parked: pages of this sequence, in order, that become the first ones held.
+        leading pages that lie elsewhere.  borrowed: pages of a shared prefix, which come next.  parked: pages of this
+        sequence, in order, that become the first ones held.
         """
         if self.held[slot] or self.reserved[slot]:
             raise PageError(f"slot {slot} is opened while it holds {self.held[slot]} + {self.reserved[slot]} pages")
         kept = 0 if parked is None else len(parked)
-        need, limit = max(self.pages_for(tokens) - base, kept), self.pages_for(most_tokens)
-        ahead = max(0, min(self._most_reserved, limit - base - need))
+        lent = 0 if borrowed is None else len(borrowed)
+        need, limit = max(self.pages_for(tokens) - base - lent, kept), self.pages_for(most_tokens)
+        ahead = max(0, min(self._most_reserved, limit - base - lent - need))
         if need - kept + ahead + spare > self.free:
             return False
         self.base[slot], self.limit[slot] = base, limit
+        if borrowed is not None:
+            self._write(slot, 0, borrowed)
+            self.borrowed[slot] = lent
         self._reserved += ahead
         self.reserved[slot] = ahead
         if parked is not None:
@@ -96,7 +109,7 @@ class PagedKV:
 
         -> the slots that still lack a page of what they may need next (reserve below min(2, limit - end)).
         """
-        need = -(-tokens // self.page_tokens) - self.base[slots]
+        need = -(-tokens // self.page_tokens) - self._first(slots)
         grow = need - self.held[slots]
         for slot, count in zip(slots[grow > 0].tolist(), grow[grow > 0].tolist(), strict=True):
             if count > self.reserved[slot]:
@@ -104,7 +117,7 @@ class PagedKV:
             self.reserved[slot] -= count
             self._reserved -= count
             self._hold(slot, count)
-        ahead = self.limit[slots] - self.base[slots] - self.held[slots]
+        ahead = self.limit[slots] - self._first(slots) - self.held[slots]
         want = np.clip(ahead, 0, self._most_reserved) - self.reserved[slots]
         given = np.clip(self.free - (np.cumsum(want) - want), 0, want)
         self.reserved[slots] += given.astype(np.int32)
@@ -115,13 +128,13 @@ class PagedKV:
 
     def growing(self, slots: NDArray[np.int64]) -> int:
         """Return how many of the slots may need more pages than they hold and have reserved."""
-        ends = self.base[slots] + self.held[slots] + self.reserved[slots]
+        ends = self._first(slots) + self.held[slots] + self.reserved[slots]
         return int((ends < self.limit[slots]).sum())
 
     def dry(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Say which slots have no page reserved though their sequence may need one: bool [k]."""
         dry: NDArray[np.bool_] = (self.reserved[slots] == 0) & (
-            self.base[slots] + self.held[slots] < self.limit[slots]
+            self._first(slots) + self.held[slots] < self.limit[slots]
         )
         return dry
 
@@ -132,16 +145,29 @@ class PagedKV:
         self._last = f"close({len(slots)} slots)"
 
     def park(self, slot: int) -> Pages:
-        """Take its pages off a slot, in order; they stay parked until `open` or `release` gets them."""
+        """Take the pages that it holds off a slot, in order; they stay parked until `open` or `release` gets them."""
         pages = self._lift(slot)
         self.parked += len(pages)
         self._last = f"park(slot {slot})"
         return pages
 
-    def drop_front(self, slot: int, count: int) -> None:
-        """Give the first `count` pages of a slot back: their tokens lie elsewhere now."""
+    def lend(self, slot: int, count: int) -> Pages:
+        """Park the first `count` pages that a slot holds, in order, for a shared prefix; the slot goes on to use them,
+        borrowed."""
         if count > self.held[slot]:
-            raise PageError(f"slot {slot} holds {self.held[slot]} pages and should drop {count}")
+            raise PageError(f"slot {slot} holds {self.held[slot]} pages and should lend {count}")
+        first = int(self.borrowed[slot])
+        self.borrowed[slot] += count
+        self.held[slot] -= count
+        self.parked += count
+        self._last = f"lend(slot {slot}, {count} pages)"
+        return self.table[slot, first : first + count].copy()
+
+    def drop_front(self, slot: int, count: int) -> None:
+        """Give the first `count` pages of a slot, which borrows none, back: their tokens lie elsewhere now."""
+        if count > self.held[slot] or self.borrowed[slot]:
+            raise PageError(f"slot {slot} holds {self.held[slot]} pages, borrows {self.borrowed[slot]} and should drop "
+                            f"{count}")
         self._push(self.table[slot, :count].copy())
         left = int(self.held[slot]) - count
         self.table[slot, :left] = self.table[slot, count : count + left].copy()
@@ -206,7 +232,10 @@ class PagedKV:
                 f"free {self.free} + held {held} + reserved {reserved} + parked {self.parked} = {total}, "
                 f"pool has {self.pages}; last change: {self._last}"
             )
-        named = self.table[self.table >= 0]
+        if ((self.borrowed > 0) & (self.base > 0)).any():
+            raise PageError(f"a slot borrows pages behind some that lie elsewhere; last change: {self._last}")
+        own = np.arange(self.table.shape[1]) >= self.borrowed[:, None]
+        named = self.table[own & (self.table >= 0)]
         everyone = np.concatenate((named, self._stack[: self._unheld]))
         if len(named) != held or len(np.unique(everyone)) != self.pages - self.parked:
             raise PageError(f"a page has two holders or none; last change: {self._last}")
@@ -217,19 +246,26 @@ class PagedKV:
         self._unheld -= count
         self._seat(slot, self._stack[self._unheld : self._unheld + count][::-1])
 
+    def _first(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the ordinal of the first page that each slot holds."""
+        first: NDArray[np.int32] = self.base[slots] + self.borrowed[slots]
+        return first
+
     def _seat(self, slot: int, pages: Pages) -> None:
-        start, count = int(self.held[slot]), len(pages)
-        while start + count > self.table.shape[1]:
+        self._write(slot, int(self.borrowed[slot] + self.held[slot]), pages)
+        self.held[slot] += len(pages)
+
+    def _write(self, slot: int, start: int, pages: Pages) -> None:
+        while start + len(pages) > self.table.shape[1]:
             self.table = np.concatenate((self.table, np.full_like(self.table, -1)), axis=1)
-        self.table[slot, start : start + count] = pages
-        self.held[slot] = start + count
+        self.table[slot, start : start + len(pages)] = pages
 
     def _lift(self, slot: int) -> Pages:
-        count = int(self.held[slot])
-        pages = self.table[slot, :count].copy()
-        self.table[slot, :count] = -1
+        lent, count = int(self.borrowed[slot]), int(self.held[slot])
+        pages = self.table[slot, lent : lent + count].copy()
+        self.table[slot, : lent + count] = -1
         self._reserved -= int(self.reserved[slot])
-        self.held[slot] = self.reserved[slot] = self.base[slot] = 0
+        self.held[slot] = self.reserved[slot] = self.base[slot] = self.borrowed[slot] = 0
         return pages
 
     def _push(self, pages: Pages) -> None:

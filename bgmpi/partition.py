@@ -102,7 +102,7 @@ def unshard(sharded: Sharded, store: HostStore, manager: SequenceManager) -> int
     group, heads = sharded.group, sharded.heads
     slot = int(manager.active_set.slots_of(np.array([sharded.sequence], np.int64))[0])
     kv = manager.kv
-    mine = kv.table[slot, : kv.held[slot]].astype(np.int64)
+    mine = kv.row(slot).astype(np.int64)
     everyone = np.empty((group.size, len(mine)), np.int64)
     store.sync()
     counts = np.full(group.size, mine.nbytes, np.int64)

@@ -1,6 +1,8 @@
 """Which rank each waiting sequence is given: a pure function over arrays, first come first served.
 
-Every sequence goes to the rank with the least estimated work that has room, as a loop over sequences would do it; but
+What is placed are units: a sequence alone, or neighbours of the queue that share a prefix, which go to one rank whole
+though it may have a slot for the first of them only.
+Every unit goes to the rank with the least estimated work that has room, as a loop over units would do it; but
 rank 0 decides while all ranks wait, and ten thousand sequences may wait.  So they are dealt in slices of arrival:
 within a slice the ranks are filled up to one common level of work, the emptiest rank first, and what a rank has no
 room for is dealt again among the others.  Small slices keep the ranks' oldest sequences about equally old, and even
@@ -27,7 +29,7 @@ class Room:
     """What each rank can still take; changed by `place`.
 
     work: estimated work it has, float64 [ranks]; slots: sequences it may be given, int64 [ranks]; pages: pages it may
-    be given, int64 [ranks]; idle: bool [ranks], it has nothing at all, so it may be given one sequence of any size.
+    be given, int64 [ranks]; idle: bool [ranks], it has nothing at all, so it may be given one unit of any size.
     """
 
     work: NDArray[np.float64]
@@ -36,22 +38,25 @@ class Room:
     idle: NDArray[np.bool_]
 
 
-def place(effort: NDArray[np.float64], need: NDArray[np.int64], room: Room) -> NDArray[np.int64]:
-    """Return the rank of each placed sequence, int64 [placed]: the first ones of the queue, as many as fit.
+def place(
+    effort: NDArray[np.float64], need: NDArray[np.int64], size: NDArray[np.int64], room: Room
+) -> NDArray[np.int64]:
+    """Return the rank of each placed unit, int64 [placed]: the first ones of the queue, as many as fit.
 
-    effort: work of each waiting sequence, in order of arrival, float64 [n]; need: its pages, int64 [n].
+    effort: work of each waiting unit, in order of arrival, float64 [n]; need: its pages, size: its sequences, int64
+    [n].
     """
-    count = min(len(effort), int(room.slots.sum()))
+    count = min(len(effort), int(np.maximum(room.slots, 0).sum()))
     step = max(len(room.work), -(-count // _SLICES))
     answer = np.full(count, NO_RANK, np.int64)
     start = 0
     while start < count:
         stop = min(start + step, count)
-        ranks = _deal(effort[start:stop], need[start:stop], room)
+        ranks = _deal(effort[start:stop], need[start:stop], size[start:stop], room)
         answer[start : start + len(ranks)] = ranks
         start += len(ranks)
         if start < stop:
-            rank = _last_place(effort[start], need[start], room)
+            rank = _last_place(effort[start], need[start], size[start], room)
             if rank is None:
                 break
             answer[start] = rank
@@ -59,7 +64,9 @@ def place(effort: NDArray[np.float64], need: NDArray[np.int64], room: Room) -> N
     return answer[:start]
 
 
-def _deal(effort: NDArray[np.float64], need: NDArray[np.int64], room: Room) -> NDArray[np.int64]:
+def _deal(
+    effort: NDArray[np.float64], need: NDArray[np.int64], size: NDArray[np.int64], room: Room
+) -> NDArray[np.int64]:
     """Place one slice and take it from `room` -> the ranks of its placed prefix."""
     ranks = np.full(len(effort), NO_RANK, np.int64)
     left = np.arange(len(effort))
@@ -68,33 +75,33 @@ def _deal(effort: NDArray[np.float64], need: NDArray[np.int64], room: Room) -> N
         wanted = _level(effort[left], room.work, (room.slots > 0) & ~closed)
         if wanted is None:
             break
-        fits = _fitting(wanted, need[left], room)
+        fits = _fitting(wanted, need[left], size[left], room)
         ranks[left[fits]] = wanted[fits]
-        _take(room, wanted[fits], effort[left[fits]], need[left[fits]])
+        _take(room, wanted[fits], effort[left[fits]], need[left[fits]], size[left[fits]])
         closed[wanted[~fits]] = True
         left = left[~fits]
     if not len(left):
         return ranks
     late = np.arange(len(ranks)) > left[0]
     late &= ranks != NO_RANK
-    _take(room, ranks[late], -effort[late], -need[late], sequences=-1)
+    _take(room, ranks[late], -effort[late], -need[late], -size[late])
     return ranks[: left[0]]
 
 
-def _last_place(effort: float, need: int, room: Room) -> int | None:
+def _last_place(effort: float, need: int, size: int, room: Room) -> int | None:
     """Place the one that no share was left for -> the emptiest rank that has room for it; None if there is none."""
     fits = (room.slots > 0) & ((room.pages >= need) | room.idle)
     if not fits.any():
         return None
     rank = int(np.argmin(np.where(fits, room.work, np.inf)))
-    _take(room, np.array([rank]), np.array([effort]), np.array([need]))
+    _take(room, np.array([rank]), np.array([effort]), np.array([need]), np.array([size]))
     return rank
 
 
 def _level(
     effort: NDArray[np.float64], work: NDArray[np.float64], is_open: NDArray[np.bool_]
 ) -> NDArray[np.int64] | None:
-    """Return the rank of each sequence, filling the open ranks to one level, emptiest first; None if none is open."""
+    """Return the rank of each unit, filling the open ranks to one level, emptiest first; None if none is open."""
     ranks = np.flatnonzero(is_open)
     if not len(ranks):
         return None
@@ -109,27 +116,29 @@ def _level(
     return ranks[np.minimum(np.searchsorted(border, middle), below - 1)]
 
 
-def _fitting(wanted: NDArray[np.int64], need: NDArray[np.int64], room: Room) -> NDArray[np.bool_]:
-    """Say which sequences fit on the rank that they want, bool [n]; `wanted` has each rank's in one piece."""
+def _fitting(
+    wanted: NDArray[np.int64], need: NDArray[np.int64], size: NDArray[np.int64], room: Room
+) -> NDArray[np.bool_]:
+    """Say which units fit on the rank that they want, bool [n]; `wanted` has each rank's in one piece."""
     begins = np.ones(len(wanted), bool)
     np.not_equal(wanted[1:], wanted[:-1], out=begins[1:])
     starts = np.flatnonzero(begins)
     piece = np.cumsum(begins) - 1
-    place_in_piece = np.arange(len(wanted)) - starts[piece]
+    before = np.cumsum(size) - size
+    before -= before[starts][piece]
     pages = np.cumsum(need)
     pages = pages - (pages - need)[starts][piece]
-    alone = (place_in_piece == 0) & room.idle[wanted]
-    fits: NDArray[np.bool_] = (place_in_piece < room.slots[wanted]) & ((pages <= room.pages[wanted]) | alone)
+    alone = (before == 0) & room.idle[wanted]
+    fits: NDArray[np.bool_] = (before < room.slots[wanted]) & ((pages <= room.pages[wanted]) | alone)
     return fits
 
 
 def _take(
-    room: Room, ranks: NDArray[np.int64], effort: NDArray[np.float64], need: NDArray[np.int64], sequences: int = 1
+    room: Room, ranks: NDArray[np.int64], effort: NDArray[np.float64], need: NDArray[np.int64], units: NDArray[np.int64]
 ) -> None:
-    """Take sequences from `room`, or with negative arguments put them back."""
+    """Take units of `units` sequences each from `room`, or with negative arguments put them back."""
     size = len(room.work)
     room.work += np.bincount(ranks, weights=effort, minlength=size)
-    room.slots -= sequences * np.bincount(ranks, minlength=size)
+    room.slots -= np.bincount(ranks, weights=units, minlength=size).astype(np.int64)
     room.pages -= np.bincount(ranks, weights=need, minlength=size).astype(np.int64)
-    if sequences > 0:
-        room.idle[ranks] = False
+    room.idle[ranks[units > 0]] = False

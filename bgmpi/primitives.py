@@ -89,7 +89,8 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     reports it (as YIELDED, or WAITING when it never ran), and so does a source whose sequence could not move.
     free_pages, pool_pages, slots_free, backlog: what the rank has left, for the next placement.
     steps: steps made; prompt_tokens, generated_tokens: tokens computed; wasted_tokens: those computed again because a
-    yield had dropped their KV; seconds: time spent in steps.
+    yield had dropped their KV; reused_tokens: prompt tokens whose KV another sequence had computed; seconds: time spent
+    in steps.
     active, decoded: the rank's active sequences and how many tokens each has generated, while they are at most
     FEW_ACTIVE (a tail is then near), else empty.
     deeds: what it did, when the job keeps a trace, else empty.
@@ -107,6 +108,7 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     wasted_tokens: int = 0
+    reused_tokens: int = 0
     seconds: float = 0.0
     active: Ids = NOBODY
     decoded: Counts = NOBODY

@@ -75,6 +75,7 @@ class Tally:
     prompt: int = 0
     generated: int = 0
     wasted: int = 0
+    reused: int = 0
 
 
 @dataclass(slots=True)
@@ -104,6 +105,7 @@ class Rank:
     _tally: Tally = field(default_factory=Tally)
     _listening: set[int] = field(default_factory=set)
     _scoring: set[int] = field(default_factory=set)
+    _answered: list[NDArray[np.int64]] = field(default_factory=list)
     _prefilled: int = 0
     _prefill_seconds: float = 0.0
 
@@ -119,12 +121,18 @@ class Rank:
                 else:
                     self.live[sequence] = go_on(request, sample, queued, begun, self.tokenizer)
                     tokens = np.concatenate((tokens, begun.tokens))
-                entry = Entry(sequence, tokens, len(request.prompt), item.most, level=item.level)
+                entry = Entry(sequence, tokens, len(request.prompt), item.most, level=item.level,
+                              prefixes=item.prefixes)
+                self.manager.prefixes.enter(sequence, item.prefixes, told=True)
                 # Log-probabilities of a prompt come only while it is computed.
                 if begun is not None and begun.kv is not None and self.live[sequence].prompt_logprobs is None:
                     entry = restore(entry, begun.kv, manager=self.manager, store=self.store)
                 entries.append(entry)
         self.manager.admit(entries)
+
+    def close(self, prefixes: list[int]) -> None:
+        """Note that the job has no further sequence that shares these.  Local."""
+        self.manager.prefixes.close(prefixes)
 
     def suspend(self, sequences: Ids) -> None:
         """YIELD active sequences and hold them, their KV at home.  Local."""
@@ -213,7 +221,11 @@ class Rank:
     def report(self) -> Reported:
         """Return what happened since the last report.  Local."""
         manager, tally, deeds = self.manager, self._tally, tuple(self._deeds)
-        self._tally = Tally(0, 0.0, manager.prompt_tokens, manager.generated_tokens, manager.wasted_tokens)
+        self._tally = Tally(
+            0, 0.0, manager.prompt_tokens, manager.generated_tokens, manager.wasted_tokens, manager.reused_tokens
+        )  # fmt: skip
+        answered = np.concatenate(self._answered) if self._answered else NOBODY
+        self._answered.clear()
         self._deeds.clear()
         active = manager.active if self._sharded is None or self._sharded.leads else manager.active[:0]
         few = active if len(active) <= FEW_ACTIVE else active[:0]
@@ -228,10 +240,12 @@ class Rank:
             prompt_tokens=manager.prompt_tokens - tally.prompt,
             generated_tokens=manager.generated_tokens - tally.generated,
             wasted_tokens=manager.wasted_tokens - tally.wasted,
+            reused_tokens=manager.reused_tokens - tally.reused,
             seconds=tally.seconds,
             active=manager.active_set.sequence[few],
             decoded=manager.active_set.decoded(few),
             deeds=deeds,
+            answered=answered,
             stop=self.world.stop.reason,
         )
 
@@ -295,6 +309,7 @@ class Rank:
             willing = not self._scores(int(slots[0]))
         self._sharded = shard(order, group, ready.own_heads, self.store, manager, willing=willing)
         if self._sharded is not None:
+            manager.sharded(order.sequence)
             self.executor.shard = ready
             self.moves.partitioned += self._sharded.leads
         elif order.leader == self.world.rank:
@@ -346,6 +361,7 @@ class Rank:
             else:
                 manager.retire(ended)
             self._sharded = self.executor.shard = None
+        if ended.published or len(ended.slots):
             self._refill()
 
     def _draw(
@@ -387,6 +403,7 @@ class Rank:
                 self._listening.add(slot)
             if transcript.prompt_logprobs is not None:
                 self._scoring.add(slot)
+        self.executor.kv.copy_home(manager.take_copies())
         ready = manager.promote()
         if len(ready):
             self.executor.kv.settle()
@@ -461,6 +478,9 @@ class Rank:
 
     def _answer(self, ended: Ended, by_token: set[int]) -> None:
         manager, now = self.manager, self.clock()
+        active, good = manager.active_set, ended.slots[ended.finish != Finish.ERROR]
+        caps = active.most[good] - active.prompt[good]
+        self._answered.append(np.stack((caps, active.decoded(good)), axis=1))
         for slot, finish in zip(ended.slots.tolist(), ended.finish.tolist(), strict=True):
             tokens = manager.active_set.generated(slot)
             transcript = self.live.pop(int(manager.active_set.sequence[slot]))

@@ -26,7 +26,7 @@ from bgmpi.primitives import Arrived, Ids, Migrate, Partition, Reported
 
 #: A guess at the tokens of an answer whose cap is longer: a cap says little about an answer's real length.
 USUAL_ANSWER = 1024
-_NOWHERE = -1
+_NOWHERE = ALONE = -1
 
 
 def _these(*states: State) -> NDArray[np.bool_]:
@@ -56,6 +56,10 @@ class Roster:
         self.round_number = 0
         self.prompt: NDArray[np.int32] = np.zeros(sequences, np.int32)
         self.cap: NDArray[np.int32] = np.zeros(sequences, np.int32)
+        #: tokens of the prompt that another sequence computes
+        self.shared: NDArray[np.int32] = np.zeros(sequences, np.int32)
+        #: equal for neighbours that should be on one rank, -1 for who stands alone
+        self.unit: NDArray[np.int32] = np.full(sequences, ALONE, np.int32)
         #: work of each sequence, in decode steps, by a guess
         self.effort: NDArray[np.float32] = np.zeros(sequences, np.float32)
         #: yielded by order, until Combine or Migrate names it
@@ -105,8 +109,9 @@ class Roster:
         return np.clip(guess, 1, np.maximum(1, cap - decoded))
 
     def pages(self, names: Ids, page_tokens: int) -> NDArray[np.int64]:
-        """Return the pages that each needs to go on, int64."""
-        return -(-(self.prompt[names] + self.decoded(names)) // page_tokens) + 1
+        """Return the pages of its own that each needs to go on, int64."""
+        whole = -(-(self.prompt[names] + self.decoded(names)) // page_tokens)
+        return whole - self.shared[names] // page_tokens + 1
 
     def bound_for(self, names: Ids) -> NDArray[np.int64]:
         """Return the rank where each will be when this round's moves are done, int64."""
@@ -128,7 +133,12 @@ class Roster:
         self.cap[names] = cap
         if len(event.decoded):
             self._decoded[names] = event.decoded
-        self.effort[names] = prompt / 8 + np.minimum(cap - self._decoded[names], USUAL_ANSWER)
+        if len(event.shared):
+            self.shared[names] = event.shared
+        if len(event.unit):
+            self.unit[names] = event.unit
+        computed = prompt - self.shared[names]
+        self.effort[names] = computed / 8 + np.minimum(cap - self._decoded[names], USUAL_ANSWER)
 
     def give(self, names: Ids, ranks: NDArray[np.int64]) -> None:
         """Note that waiting sequences were given to a rank each."""

@@ -87,10 +87,10 @@ def save(
         with_kv = int(active.with_kv[slot])
         tokens = active.tokens[slot, :with_kv]
         found.append((int(active.sequence[slot]), tokens, kv.table[slot, : kv.pages_for(with_kv)]))
-    found += [
-        (entry.sequence, entry.tokens[: entry.with_kv], entry.home)
-        for entry in manager.backlog if not len(entry.disk)
-    ]  # fmt: skip
+    for entry in manager.backlog:
+        if not len(entry.disk):
+            pages = np.concatenate((manager.prefixes.borrowed_by(entry.sequence), entry.home))
+            found.append((entry.sequence, entry.tokens[: entry.with_kv], pages))
     chosen = [
         KvToSave(live[name].request.row, live[name].sample, tokens.copy(), pages.astype(np.int64))
         for name, tokens, pages in found
@@ -100,15 +100,23 @@ def save(
 
 
 def restore(entry: Entry, saved: SavedKv, *, manager: SequenceManager, store: HostStore) -> Entry:
-    """Return the entry with its KV read from disk, or as it was where that cannot be.  Local."""
+    """Return the entry with its KV read from disk, or as it was where that cannot be.  Local.
+
+    What it shares is read once: behind a prefix that is here only the rest is read, and prefixes that are not here yet
+    take the pages of the first that brings them.
+    """
     if saved.with_kv >= len(entry.tokens) or hash_of(entry.tokens[: saved.with_kv]) != saved.tokens:
         return entry
-    if saved.pages != manager.kv.pages_for(saved.with_kv):
+    kv, prefixes = manager.kv, manager.prefixes
+    if saved.pages != kv.pages_for(saved.with_kv):
         return entry
-    pages = manager.kv.claim(saved.pages, manager.kv.growing(manager.active))
+    link = prefixes.reach(entry.sequence, entry.tokens, saved.with_kv)
+    borrowed = len(prefixes.pages_of(link))
+    pages = kv.claim(saved.pages - borrowed, kv.growing(manager.active))
     if pages is None:
         return entry
-    if not load_kv(saved, store.tensor, pages.astype(np.int64)):
-        manager.kv.release(pages)
+    if not load_kv(saved, store.tensor, pages.astype(np.int64), skip=borrowed):
+        kv.release(pages)
         return entry
-    return replace(entry, with_kv=saved.with_kv, home=pages)
+    taken = prefixes.adopt(entry.sequence, entry.tokens, saved.with_kv, pages)
+    return replace(entry, with_kv=saved.with_kv, home=pages[taken:])

@@ -45,11 +45,13 @@ from bgmpi.primitives import (
     StopAsked,
     Yield,
 )
-from bgmpi.roster import Roster
+from bgmpi.roster import ALONE, Roster
 from bgmpi.step_times import StepTimes
 
 _STANDING = (State.ACTIVE, State.YIELDED)
 _SHUN_ROUNDS = 16
+#: A unit counts at most for this part of a rank's pages when it is given to it.
+_UNIT_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,7 @@ class Scheduler:
         names = roster.of_state(State.WAITING, *_STANDING)
         state, owner = self.table.state[names], self.table.owner[names].astype(np.int64)
         remaining = roster.remaining(names).astype(np.float64)
-        remaining += np.where(state == State.WAITING, roster.prompt[names] / 8, 0.0)
+        remaining += np.where(state == State.WAITING, (roster.prompt[names] - roster.shared[names]) / 8, 0.0)
         work = np.bincount(owner, weights=remaining, minlength=self.ranks).astype(np.float64)
         if not uneven_ranks(work, self._times.seconds_a_token, self.rules.evening):
             return
@@ -345,14 +347,22 @@ class Scheduler:
         count = min(self.queued, int(slots.sum()))
         if not count:
             return [NOBODY] * self.ranks
-        names = self._queue[self._head : self._head + count]
+        names = self._queue[self._head : self._tail]
+        begins = _unit_begins(roster.unit[names], count)
+        names = names[: begins[-1]]
         pages = np.zeros(self.ranks, np.int64)
         for report in known:
             pages[report.rank] = report.free_pages + report.pool_pages // 4
         pages -= roster.count[:, State.WAITING] + roster.incoming
-        need = roster.pages(names, self.rules.page_tokens)
+        need = np.add.reduceat(roster.pages(names, self.rules.page_tokens), begins[:-1])
+        # A unit that does not fit at once may wait in a rank's backlog: it must not wait until the rank is empty.
+        size = np.diff(begins)
+        most = min(report.pool_pages for report in known) // _UNIT_SHARE
+        need = np.where(size > 1, np.minimum(need, most), need)
+        effort = np.add.reduceat(roster.effort[names].astype(np.float64), begins[:-1])
         idle = roster.owned + roster.incoming == 0
-        ranks = place(roster.effort[names].astype(np.float64), need, Room(roster.work.copy(), slots, pages, idle))
+        ranks = place(effort, need, size, Room(roster.work.copy(), slots, pages, idle))
+        ranks = np.repeat(ranks, size[: len(ranks)])
         names = names[: len(ranks)]
         self._head += len(names)
         roster.give(names, ranks)
@@ -386,3 +396,12 @@ class Scheduler:
             said.append(Admit(placed))
         said.append(run)
         return said
+
+
+def _unit_begins(unit: NDArray[np.int32], count: int) -> NDArray[np.int64]:
+    """Return where the units of a queue begin that hold its first `count` sequences, and where the last one ends: int64
+    [units + 1].  unit: int32 [n], ALONE for who is none's."""
+    new = np.ones(len(unit) + 1, bool)
+    new[1:-1] = (unit[1:] != unit[:-1]) | (unit[1:] == ALONE)
+    begins = np.flatnonzero(new)
+    return begins[: int(np.searchsorted(begins, count)) + 1]

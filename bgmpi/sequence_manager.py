@@ -14,12 +14,15 @@ the shortest (its released code, and what benchmarks/hold_policy.py shows to be 
 answers differ in length).  On a device the yielded KV goes home; at home its full pages go to the disk tier; where
 there is none the sequence gives its KV up and computes it again, its tokens are kept.
 
+What prompts share is computed once (`shared_prefixes`).  Who would begin with a prefix that another computes is passed
+over until it is there; the pages that it will need stay free for it, so passing over is no overtaking.
+
 Invariant: one owner of every slot and page, `check` proves it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -34,6 +37,7 @@ from bgmpi.kv_places import KvPlaces
 from bgmpi.paged_kv import RESERVE, Pages
 from bgmpi.primitives import Ids, Moved
 from bgmpi.request import Finish
+from bgmpi.shared_prefixes import NO_ONE, SharedPrefixes, Start
 from bgmpi.step_plan import StepPlan, plan_step
 
 NOT_ENDED = -1
@@ -65,10 +69,12 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Sequences that ended in a step: slots int64 [k], finish int8 [k] (`Finish`)."""
+    """Sequences that ended in a step: slots int64 [k], finish int8 [k] (`Finish`).  published: a prefix came to be
+    shared, so some that were passed over may begin."""
 
     slots: NDArray[np.int64]
     finish: NDArray[np.int8]
+    published: bool = False
 
 
 class SequenceManager:
@@ -85,12 +91,15 @@ class SequenceManager:
             raise InternalError(f"a step of {budget} tokens cannot hold {slots} decoding sequences")
         self.places = places
         self.kv = places.home
+        self.prefixes = SharedPrefixes(places.home)
         self.budget = budget
         self.backlog = Backlog()
         self.active_set = ActiveSet(slots, most_tokens)
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.wasted_tokens = 0
+        self.reused_tokens = 0
+        self._copies: list[tuple[int, int]] = []
         self._hold = hold
         self._computed_before: dict[int, int] = {}
         self._admitted = 0
@@ -100,7 +109,8 @@ class SequenceManager:
     # --- what rank 0 asks -----------------------------------------------------------------------------------------
 
     def admit(self, entries: list[Entry]) -> None:
-        """Take sequences into the backlog, in this order, behind all earlier ones that are as urgent."""
+        """Take sequences into the backlog, in this order, behind all earlier ones that are as urgent.  What they share
+        has heard of them (`SharedPrefixes.enter`)."""
         for entry in entries:
             if not self.places.fits(entry.most):
                 raise InternalError(
@@ -135,6 +145,7 @@ class SequenceManager:
         """Let go of a sequence that another rank has taken; given: pages for those it took without a copy."""
         entry = self.backlog.gone(sequence)
         self._computed_before.pop(sequence, None)
+        self.prefixes.leave(sequence)
         if len(given):
             self.kv.trade(given=entry.home, taken=given)
         self.kv.release(given if len(given) else entry.home)
@@ -154,6 +165,11 @@ class SequenceManager:
             order, entry = self._lift(slot, keep=True)
             self.backlog.hold(order, entry)
         return slots
+
+    def sharded(self, sequence: int) -> None:
+        """Note that a group computes a sequence from now on: its pages are whole up to here only, so it carries no
+        prefix."""
+        self.prefixes.put_down(sequence)
 
     def resumed(self, sequence: int) -> None:
         """Tell that an active sequence runs alone again."""
@@ -226,6 +242,8 @@ class SequenceManager:
         match eviction.way:
             case Way.SPILL:
                 self.places.end_spill(slots)
+                for sequence in self.active_set.sequence[slots].tolist():
+                    self.prefixes.put_down(sequence)
             case Way.DEMOTE:
                 self.places.end_demotion(slots)
             case Way.GIVE_UP:
@@ -238,21 +256,48 @@ class SequenceManager:
     def refill(self) -> list[tuple[int, Entry]]:
         """Open backlog sequences, oldest first, while slots and pages last -> the (slot, entry) that became active."""
         opened: list[tuple[int, Entry]] = []
+        passed: list[tuple[int, Entry]] = []
         active = self.active_set
         spare = self.kv.growing(active.slots)
-        while self.backlog and active.free:
+        while self.backlog and active.free > len(passed):
             order, entry = self.backlog.first()
+            start = self._start(entry)
+            if start is None:
+                passed.append(self.backlog.pop())
+                spare += self._pages_ahead(entry)
+                continue
             crowded = self._could_start() * self.kv.pages_for(entry.most) > self.kv.free
-            if not self.places.open(active.next_free(), entry, spare, crowded=crowded):
+            if not self.places.open(active.next_free(), entry, spare, crowded=crowded, borrowed=start.borrowed):
                 if len(active) or not self._strip():
                     break
                 continue  # nobody would ever make room: what younger ones keep must go
             self.backlog.pop()
-            slot = active.place(order, entry)
+            slot = self._seat(order, entry, start)
             opened.append((slot, entry))
             spare += self.kv.growing(np.array([slot]))
+        for order, entry in passed:
+            self.backlog.push(order, entry)
         self._moved(State.ACTIVE, [entry.sequence for _, entry in opened])
+        if self.publish():
+            opened += self.refill()
         return opened
+
+    def publish(self) -> bool:
+        """Let others share what carriers have reached; True when somebody may begin now who could not before."""
+        active, any_new = self.active_set, False
+        for sequence, slot in self.prefixes.carriers():
+            while self.prefixes.reached(sequence, int(active.with_kv[slot])):
+                spare = self.kv.growing(active.slots)
+                copied = self.prefixes.publish(sequence, active.tokens[slot], spare)
+                if copied is not None:
+                    self._copies.append(copied)
+                any_new = True
+        return any_new
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the pages at home that must be copied before the next step, in this order: from, to."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def recall(self) -> NDArray[np.int64]:
         """Choose sequences whose pages on disk should come home, and hold pages for them: in the tail, when nobody
@@ -333,7 +378,8 @@ class SequenceManager:
         silent = plan.slots[~plan.emits]
         silent = silent[active.with_kv[silent] >= active.most[silent]]
         slots = np.concatenate((drawn[ended], silent))
-        return Ended(slots, np.concatenate((finish[ended], np.full(len(silent), Finish.LENGTH, np.int8))))
+        ends = np.concatenate((finish[ended], np.full(len(silent), Finish.LENGTH, np.int8)))
+        return Ended(slots, ends, self.publish())  # before a carrier that ended takes its pages along
 
     def retire(self, ended: Ended) -> None:
         """Free the slots and pages of ended sequences."""
@@ -341,15 +387,23 @@ class SequenceManager:
             return
         failed = ended.finish == Finish.ERROR
         sequence = self.active_set.sequence
+        names = sequence[ended.slots].tolist()
         self._moved(State.DONE, sequence[ended.slots[~failed]].tolist())
         self._moved(State.FAILED, sequence[ended.slots[failed]].tolist())
-        self._silent.difference_update(sequence[ended.slots].tolist())
+        self._silent.difference_update(names)
         self._leave(ended.slots)
+        for name in names:
+            self.prefixes.leave(name)
 
     def check(self) -> None:
         """Raise InternalError unless every law of this rank's sequences holds (laws 3 and 4)."""
         active = self.active_set
         active.check()
+        self.prefixes.check()
+        for slot in active.slots.tolist():
+            borrowed = self.kv.table[slot, : self.kv.borrowed[slot]]
+            if not np.array_equal(borrowed, self.prefixes.borrowed_by(int(active.sequence[slot]))):
+                raise InternalError(f"slot {slot} borrows other pages than those of the prefix that it goes on behind")
         self.places.check(active.slots, active.known[active.slots])
         waiting = np.array([entry.sequence for entry in self.backlog], np.int64)
         everyone = np.concatenate((active.sequence[active.slots], waiting))
@@ -369,16 +423,46 @@ class SequenceManager:
         return min(len(self.backlog), self.active_set.free)
 
     def _strip(self) -> bool:
-        """Let the youngest that waits with KV give it up; False when none has any."""
+        """Throw KV away that nobody computes with now: a prefix that only later ones need, else that of the youngest
+        that waits, else a tail; False when there is none."""
+        if self.prefixes.strip(tails=False):
+            return True
         entry = self.backlog.strip_newest()
         if entry is None:
-            return False
+            return self.prefixes.strip(tails=True)
         self._give_up(entry)
         return True
+
+    def _start(self, entry: Entry) -> Start | None:
+        """Say how an entry begins; None while another computes what it shares."""
+        if entry.with_kv:
+            link = self.prefixes.link_of(entry.sequence)
+            return Start(self.prefixes.borrowed_by(entry.sequence), entry.with_kv, NO_ONE, link)
+        return self.prefixes.begin(entry.sequence, entry.tokens)
+
+    def _pages_ahead(self, entry: Entry) -> int:
+        """Return the pages that an entry will need once what it shares is there."""
+        shared = entry.prefixes[-1].depth // self.kv.page_tokens
+        return max(0, self.kv.pages_for(len(entry.tokens)) - shared) + RESERVE
+
+    def _seat(self, order: int, entry: Entry, start: Start) -> int:
+        """Make an entry active whose pages are open; -> its slot."""
+        fresh = not entry.with_kv
+        slot = self.active_set.place(order, replace(entry, with_kv=start.with_kv) if fresh else entry)
+        if fresh and start.link != NO_ONE:
+            self.prefixes.link(entry.sequence, start.link)
+            self.places.stored[slot] = start.with_kv
+            if entry.sequence not in self._computed_before:
+                self.reused_tokens += start.with_kv
+            if start.tail != NO_ONE:
+                self._copies.append((start.tail, int(self.kv.table[slot, len(start.borrowed)])))
+        self.prefixes.begun(entry.sequence, slot, entry.tokens)
+        return slot
 
     def _give_up(self, entry: Entry) -> None:
         """Give back the pages of an entry that will compute its KV again."""
         self._computed_before[entry.sequence] = entry.with_kv
+        self.prefixes.unlink(entry.sequence)
         self.places.release(entry)
 
     def _choose_spills(self, pages: int) -> Eviction | None:
@@ -414,13 +498,15 @@ class SequenceManager:
         home, disk = NO_PAGES, NO_PAGES
         if keep:
             home, disk = self.places.park(slot, with_kv)
+            self.prefixes.put_down(sequence)
         else:
+            self.prefixes.unlink(sequence)
             self._computed_before[sequence] = with_kv
             self._moved(State.YIELDED, [sequence])
         order = int(active.order[slot])
         entry = Entry(
             sequence, tokens, int(active.prompt[slot]), int(active.most[slot]), with_kv if keep else 0, home, disk,
-            started=True, level=level_of(order),
+            started=True, level=level_of(order), prefixes=self.prefixes.path(sequence),
         )  # fmt: skip
         self._leave(np.array([slot], np.int64))
         return order, entry

@@ -1,10 +1,11 @@
 """KV of unfinished sequences on disk, so that a later attempt need not compute it again.
 
 One plain HDF5 file a rank and checkpoint, there whole or not at all: pages as the store has them (uint8 [pages,
-page_bytes]) and, by sequence, whose they are.  KV depends on tokens alone, so each sequence carries a hash of the
-tokens that its KV is of: whoever restores compares it with the tokens that it goes on with, and no order of attempts,
-no other number of ranks and no edited input can bring wrong KV together with right tokens.  Each page has a checksum,
-looked at when it is read; the journal does not hash these files, because they can be as large as the node's memory.
+page_bytes]), those that several sequences share once, and, by sequence, which are its own. KV depends on tokens alone,
+so each sequence carries a hash of the tokens that its KV is of: whoever restores compares it with the tokens that it
+goes on with, and no order of attempts, no other number of ranks and no edited input can bring wrong KV together with
+right tokens. Each page has a checksum, looked at when it is read; the journal does not hash these files, because they
+can be as large as the node's memory.
 
 It knows bytes and names, nothing of who should save or restore.
 """
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from bgmpi.io.durable import HdfSink, replacing
 from bgmpi.request import SavedKv
 
-FORMAT, VERSION = "bgmpi-kv", 1
+FORMAT, VERSION = "bgmpi-kv", 2
 PATTERNS = ("kv-*.h5", ".kv-*.writing")
 #: Pages gathered at once, and bytes that are read to measure a rate.
 _BLOCK, _SAMPLE = 64, 32 << 20
@@ -75,7 +76,8 @@ def save_kv(path: Path, facts: str, found: list[KvToSave], store: torch.Tensor, 
 
     facts: what KV depends on beside tokens, as text.
     """
-    pages = np.concatenate([np.empty(0, np.int64), *(one.pages for one in found)])
+    named = np.concatenate([np.empty(0, np.int64), *(one.pages for one in found)])
+    pages, places = _once(named)
     cuts = np.cumsum([0, *(len(one.pages) for one in found)])
     page_bytes = store[0].numel() * store.element_size()
     temporary = path.with_name(f".{path.name}.writing")
@@ -87,6 +89,7 @@ def save_kv(path: Path, facts: str, found: list[KvToSave], store: torch.Tensor, 
             file["with_kv"] = np.array([len(one.tokens) for one in found], np.int64)
             file["tokens"] = np.array([hash_of(one.tokens) for one in found], np.int64)
             file["first"] = cuts.astype(np.int64)
+            file["places"] = places
             data = file.create_dataset("pages", (len(pages), page_bytes), np.uint8)
             sums = np.empty(len(pages), np.uint32)
             for start in range(0, len(pages), _BLOCK):
@@ -128,17 +131,27 @@ def read_rate(path: Path) -> float:
     return size / max(time.perf_counter() - begun, 1e-9)
 
 
-def load_kv(saved: SavedKv, store: torch.Tensor, pages: NDArray[np.int64]) -> bool:
-    """Read a sequence's pages into `pages` of the store; False, and a warning, where they cannot be read or are
-    damaged."""
+def _once(pages: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the different page numbers in the order of their first mention, and the place of each mention there."""
+    _, first, which = np.unique(pages, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return pages[first[order]], place[which]
+
+
+def load_kv(saved: SavedKv, store: torch.Tensor, pages: NDArray[np.int64], *, skip: int = 0) -> bool:
+    """Read a sequence's pages, but for the first `skip`, into `pages` of the store; False, and a warning, where they
+    cannot be read or are damaged."""
     try:
         with h5py.File(saved.path, "r", locking=False) as file:
-            chosen = slice(saved.first, saved.first + saved.pages)
-            block, sums = file["pages"][chosen], file["sums"][chosen]
-    except (OSError, KeyError, ValueError) as error:
+            places, which = np.unique(file["places"][saved.first + skip : saved.first + saved.pages],
+                                      return_inverse=True)
+            block, sums = file["pages"][places][which], file["sums"][places][which]
+    except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
         _LOG.warning("KV in %s cannot be read and is computed again: %s", saved.path, error)
         return False
-    whole = block.shape == (saved.pages, store[0].numel() * store.element_size())
+    whole = block.shape == (len(pages), store[0].numel() * store.element_size())
     if not whole or [zlib.crc32(one) for one in block] != sums.tolist():
         _LOG.warning("KV in %s is damaged and is computed again", saved.path)
         return False
