@@ -126,7 +126,8 @@ class Config:
         "as 1%; unset: never")
     retry_failed: bool = _option("files", False, switch, "when going on, try the rows again that ended as errors")
 
-    max_num_seqs: int = _option("batching", 256, size(), "active sequences a rank")
+    max_num_seqs: int | None = _option(
+        "batching", None, size(), "active sequences a rank; unset: as many as KV memory and the tokens of a step hold")
     max_num_batched_tokens: int = _option(
         "batching", 2048, size(), "tokens in one step of a rank, prompt and answer together")
     b_attn: int | None = _option(

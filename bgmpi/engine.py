@@ -180,6 +180,7 @@ def _rounds(world: World, head: Head | None, rank: Rank, checkpoint: _Checkpoint
                 case Admit():
                     rank.admit(mine.work)
                 case Run():
+                    rank.close(mine.closed)
                     rank.run(instruction)
                 case Stop():
                     return instruction

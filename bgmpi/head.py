@@ -103,7 +103,7 @@ class Head:
         self._decided: deque[float] = deque(maxlen=_LAST_ROUNDS)
         self._failed = np.zeros(self._intake.rows, bool)
         self._faults = np.zeros(self._intake.rows, bool)
-        self._wasted = 0
+        self._wasted = self._reused = self._thin = self._full = 0
         self._now = Snapshot(0, 0, self._intake.sequences, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
 
     def decide(self, reports: list[Reported]) -> list[Orders]:
@@ -174,6 +174,9 @@ class Head:
             load_seconds=loaded,
             preemptions=self._now.preemptions,
             wasted_tokens=self._wasted,
+            reused_tokens=self._reused,
+            thin_steps=self._thin,
+            full_steps=self._full,
             outcome=outcome,
             expert_tokens_mean=float(routed.mean()) if len(routed) else None,
             expert_tokens_max=float(routed.max()) if len(routed) else None,
@@ -211,6 +214,9 @@ class Head:
         pages = sum(report.pool_pages for report in reports)
         yields = sum(len(m.sequences) for report in reports for m in report.moves if m.state == State.YIELDED)
         self._wasted += sum(report.wasted_tokens for report in reports)
+        self._reused += sum(report.reused_tokens for report in reports)
+        self._thin += sum(report.thin_steps for report in reports)
+        self._full += sum(report.full_steps for report in reports)
         self._now = Snapshot(
             done=int(counts[State.DONE]),
             failed=int(counts[State.FAILED]),

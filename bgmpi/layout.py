@@ -38,6 +38,8 @@ from bgmpi.weight_ring import WeightRing
 from bgmpi.world import World
 
 DEFAULT_B_ATTN = 512
+#: Slots that a rank has at least, so that moved sequences find some.
+LEAST_SLOTS = 16
 #: Share of the free memory that weights may fill before they pass through a ring unasked.
 WEIGHTS_SHARE = 0.8
 #: Buffers of one layer through which streamed KV passes: one computes, one comes; with a disk, one more comes.
@@ -65,7 +67,7 @@ def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
     """Collective over the world: load the weights, lay out memory."""
     config = job.config
     world.pulse.enter(Phase.LOADING)
-    slots = config.max_num_seqs
+    slots = slots_of(config, job.sequences)
     cores, allowed = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
     threads = threads_for(world.node_size, config.threads, cores, allowed)
     name = "cpu" if config.backend == "auto" else config.backend
@@ -74,7 +76,7 @@ def lay_out(job: Job, world: World, stack: ExitStack) -> Parts:
     model = together(world, lambda: _model(job, world, backend, weights, stack))
     world.barrier()  # all weights are loaded, else one rank would take for free what another still needs
     world.pulse.enter(Phase.LAYING_OUT)
-    plan = together(world, lambda: _plan_kv(job, world, model, weights.ring_bytes))
+    plan = together(world, lambda: _plan_kv(job, world, model, weights.ring_bytes, slots))
     world.barrier()
     budget = max(config.max_num_batched_tokens, slots)
     store = stack.enter_context(
@@ -149,7 +151,17 @@ class KvPlan:
     disk_pages: int = 0
 
 
-def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
+def slots_of(config: Config, sequences: int) -> int:
+    """Return how many sequences of a job with so many may be active on a rank.
+
+    Unless the user says so no count limits them, only KV memory and the tokens of a step, of which each takes one.
+    """
+    if config.max_num_seqs is not None:
+        return config.max_num_seqs
+    return min(config.max_num_batched_tokens, max(sequences, LEAST_SLOTS))
+
+
+def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int, slots: int) -> KvPlan:
     """Decide how many pages of KV this rank has in each tier."""
     config, layers = job.config, model.layers
     one_page = page_bytes(model.page_shape(config.page_tokens), layers, job.dtype)
@@ -157,12 +169,12 @@ def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
     required = full if config.max_model_len is not None else 1
     shared = free_bytes("/dev/shm") if world.node_size > 1 else None
     room = room_left(read_text, os.environ, world.node_size, shared)
-    budget = max(config.max_num_batched_tokens, config.max_num_seqs)
+    budget = max(config.max_num_batched_tokens, slots)
     pages = host_pages(
         Room(max(0, room.bytes - ring_bytes * world.node_size), room.limit), asked=config.host_kv_memory,
         share=config.gpu_memory_utilization, node_ranks=world.node_size, page_bytes=one_page,
         rows_bytes=0 if config.host_kv_memory else budget * job.architecture.hidden * job.dtype.itemsize,
-        most=full * config.max_num_seqs, required=required, shared=shared,
+        most=full * slots, required=required, shared=shared,
     )  # fmt: skip
     disk_pages = 0
     if config.kv_spill is not None:
@@ -171,7 +183,7 @@ def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
                 "--stream-kv off: KV on a disk computes only as it passes through; leave --kv-spill out, or let KV "
                 "stream"
             )
-        disk_pages = min(_disk_pages(config, world, layers, one_page // layers), full * config.max_num_seqs)
+        disk_pages = min(_disk_pages(config, world, layers, one_page // layers), full * slots)
     elif config.kv_spill_bytes is not None:
         raise UsageError(f"--kv-spill-bytes {config.kv_spill_bytes:,}: --kv-spill DIR must name the folder")
     buffers = DISK_BUFFERS if disk_pages else DEVICE_BUFFERS
@@ -183,7 +195,7 @@ def _plan_kv(job: Job, world: World, model: Model, ring_bytes: int) -> KvPlan:
         plan = KvPlan(pages, device.pages, device.stream_pages, buffers, disk_pages)
     elif disk_pages:
         affordable = pages * one_page // BUFFERS_SHARE // (buffers * (one_page // layers))
-        buffer_pages = max(MIN_BUFFER_PAGES, min(affordable, full * config.max_num_seqs))
+        buffer_pages = max(MIN_BUFFER_PAGES, min(affordable, full * slots))
         plan = KvPlan(pages, None, buffer_pages, buffers, disk_pages)
     else:
         return KvPlan(pages)

@@ -47,7 +47,7 @@ _LOG = logging.getLogger("bgmpi.prepare")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job as it was found: model, tokenizer, and on rank 0 the index of the input."""
+    """The job as it was found: model, tokenizer, how many sequences it has, and on rank 0 the index of the input."""
 
     config: Config
     architecture: Architecture
@@ -55,6 +55,7 @@ class Job:
     tokenizer: Tokenizer
     dtype: torch.dtype
     context: int
+    sequences: int
     index: RequestIndex | None
 
     def reader(self) -> RequestReader:
@@ -147,7 +148,8 @@ def prepare(config: Config, world: World) -> Job:
     context = together(world, lambda: _context(config, architecture))
     for note in (*config.explain(), *files.notes):
         _LOG.info(note)
-    return Job(config, architecture, files, tokenizer, dtype, context, index)
+    sequences = world.broadcast(int(index.first_sequence()[-1]) if index is not None else None, int)
+    return Job(config, architecture, files, tokenizer, dtype, context, sequences, index)
 
 
 def check_output(config: Config) -> None:

@@ -91,6 +91,8 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     steps: steps made; prompt_tokens, generated_tokens: tokens computed; wasted_tokens: those computed again because a
     yield had dropped their KV; reused_tokens: prompt tokens whose KV another sequence had computed; seconds: time spent
     in steps.
+    thin_steps: steps that computed less than half of the tokens that a step may while sequences waited, full_steps:
+    those of them whose KV memory had no room for another sequence.
     active, decoded: the rank's active sequences and how many tokens each has generated, while they are at most
     FEW_ACTIVE (a tail is then near), else empty.
     deeds: what it did, when the job keeps a trace, else empty.
@@ -109,6 +111,8 @@ class Reported(Struct, frozen=True, tag=True, eq=False):
     generated_tokens: int = 0
     wasted_tokens: int = 0
     reused_tokens: int = 0
+    thin_steps: int = 0
+    full_steps: int = 0
     seconds: float = 0.0
     active: Ids = NOBODY
     decoded: Counts = NOBODY

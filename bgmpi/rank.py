@@ -76,6 +76,8 @@ class Tally:
     generated: int = 0
     wasted: int = 0
     reused: int = 0
+    thin: int = 0
+    full: int = 0
 
 
 @dataclass(slots=True)
@@ -186,6 +188,7 @@ class Rank:
             self._step(plan, most)
             self.world.pulse.stepped()
             self._tally.steps += 1
+            self._count_thin(plan, order.more)
             if plan is not None and len(plan.ids) >= _PREFILL_SHARE * len(plan.slots):
                 self._prefilled += len(plan.ids)
                 self._prefill_seconds += self.clock() - began
@@ -240,6 +243,8 @@ class Rank:
             prompt_tokens=manager.prompt_tokens - tally.prompt,
             generated_tokens=manager.generated_tokens - tally.generated,
             wasted_tokens=manager.wasted_tokens - tally.wasted,
+            thin_steps=tally.thin,
+            full_steps=tally.full,
             reused_tokens=manager.reused_tokens - tally.reused,
             seconds=tally.seconds,
             active=manager.active_set.sequence[few],
@@ -327,6 +332,13 @@ class Rank:
             manager.forget(sharded.sequence)
         self._sharded = self.executor.shard = None
         self._note("partition", begun, np.array([sharded.sequence], np.int64), moved)
+
+    def _count_thin(self, plan: StepPlan | None, more: bool) -> None:
+        manager = self.manager
+        tokens = 0 if plan is None else len(plan.ids)
+        if tokens < manager.budget // 2 and (more or manager.backlog):
+            self._tally.thin += 1
+            self._tally.full += manager.full
 
     def _agree(self, tokens: int, more: bool) -> tuple[int, bool]:
         """Return the fullest rank's tokens, and whether the round should end after this step: a rank starves while rank

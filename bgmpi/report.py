@@ -54,7 +54,9 @@ class Summary:
     rank 0's to know.  ranks is 0 where nothing had to be done.
 
     seconds: from start to last row, load_seconds of it for loading weights. wasted_tokens: computed again because a
-    yield had dropped their KV. migrated: moves of sequences to another rank, moved_bytes of KV copied for them;
+    yield had dropped their KV. reused_tokens: of prompts, computed once for several sequences. thin_steps: with less
+    than half of the tokens that a step may have while sequences waited, full_steps: those of them for which KV memory
+    was the limit. migrated: moves of sequences to another rank, moved_bytes of KV copied for them;
     partitioned: times that a sequence was spread over ranks; spilled_bytes: KV written to disk. outcome: what the
     answers tell, of all attempts; None where nothing was published. expert_tokens_mean, expert_tokens_max: tokens
     an expert computed over the job, None for a dense model. outputs: name -> path. samples: (prompt text, answer
@@ -72,6 +74,9 @@ class Summary:
     load_seconds: float = 0.0
     preemptions: int = 0
     wasted_tokens: int = 0
+    reused_tokens: int = 0
+    thin_steps: int = 0
+    full_steps: int = 0
     migrated: int = 0
     partitioned: int = 0
     moved_bytes: int = 0
@@ -202,7 +207,8 @@ def _table(s: Summary) -> str:
         ("rows", f"{s.rows}: {s.done} good, {s.failed} failed"),
         *(_ends(s.outcome) if s.outcome is not None else ()),
         ("tokens", f"{tokens:,}: {s.prompt_tokens:,} prompt, {s.generated_tokens:,} generated"
-         + (f"; {s.wasted_tokens:,} computed twice" if s.wasted_tokens else "")),
+         + (f"; {s.wasted_tokens:,} computed twice" if s.wasted_tokens else "")
+         + (f"; {s.reused_tokens:,} of prompts shared" if s.reused_tokens else "")),
         ("time", f"{s.seconds:.1f} s, of it {s.load_seconds:.1f} s loading; {s.steps:,} steps on {s.ranks} "
          f"{'rank' if s.ranks == 1 else 'ranks'}" + (f"; {s.preemptions} preemptions" if s.preemptions else "")
          if s.ranks else ""),

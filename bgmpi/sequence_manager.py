@@ -78,7 +78,7 @@ class Ended:
 
 
 class SequenceManager:
-    """Active set, pages and backlog of one rank.
+    """Active set, pages and backlog of one rank.  full: KV memory had no room for who waits when it was last refilled.
 
     slots: most active sequences; budget: most tokens a step computes (at least `slots`); most_tokens: the longest a
     sequence of this job can become.
@@ -99,6 +99,7 @@ class SequenceManager:
         self.generated_tokens = 0
         self.wasted_tokens = 0
         self.reused_tokens = 0
+        self.full = False
         self._copies: list[tuple[int, int]] = []
         self._hold = hold
         self._computed_before: dict[int, int] = {}
@@ -259,6 +260,7 @@ class SequenceManager:
         passed: list[tuple[int, Entry]] = []
         active = self.active_set
         spare = self.kv.growing(active.slots)
+        self.full = False
         while self.backlog and active.free > len(passed):
             order, entry = self.backlog.first()
             start = self._start(entry)
@@ -269,6 +271,7 @@ class SequenceManager:
             crowded = self._could_start() * self.kv.pages_for(entry.most) > self.kv.free
             if not self.places.open(active.next_free(), entry, spare, crowded=crowded, borrowed=start.borrowed):
                 if len(active) or not self._strip():
+                    self.full = True
                     break
                 continue  # nobody would ever make room: what younger ones keep must go
             self.backlog.pop()

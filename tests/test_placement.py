@@ -71,7 +71,8 @@ def test_a_prefix_is_placed_within_all_bounds(
     last = np.zeros(len(ranks), np.int64)
     last[got] = size[: len(got)]
     taken = np.bincount(got, weights=need[: len(got)], minlength=len(ranks))
-    assert (count - last < np.maximum(slots, 1)).all() and (count[slots <= 0] == 0).all() and (taken[count > 0] <= pages[count > 0]).all()
+    assert (count - last < np.maximum(slots, 1)).all() and (count[slots <= 0] == 0).all()
+    assert (taken[count > 0] <= pages[count > 0]).all()
     np.testing.assert_array_equal(free.slots, slots - count)
     np.testing.assert_array_equal(free.pages, pages - taken)
     np.testing.assert_allclose(free.work, work + np.bincount(got, weights=effort[: len(got)], minlength=len(ranks)))
