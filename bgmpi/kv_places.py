@@ -6,6 +6,8 @@ where it computes.  A sequence that is not resident is streamed: layer by layer 
 Disk: pages before the last never change again, so a streamed sequence may have its first pages on disk instead of at
 home.
 
+A prefix that several share lies once in either pool (`shared_prefixes`, `device_twins`).
+
 Pure numpy; one row a slot.  It says which pages, never who should move (sequence_manager) or how (executor).  Whoever
 moves bytes allocates first, moves, and only then tells that they moved; until then the old place stays valid.
 """
@@ -16,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.backlog import Entry
+from bgmpi.device_twins import DeviceTwins
 from bgmpi.errors import InternalError
 from bgmpi.paged_kv import PagedKV, Pages
 
@@ -26,7 +29,8 @@ class KvPlaces:
     """The pools and what each slot has in them.
 
     resident: bool [slots]; stored: int64 [slots], tokens of a resident sequence whose KV is at home too (only counted
-    where there is a device pool); streamed_most: pages of the longest sequence that can be streamed; stream: streamed
+    where there is a device pool); brought: int64 [slots], pages of a slot that began to be promoted whose bytes are on
+    the device already; streamed_most: pages of the longest sequence that can be streamed; stream: streamed
     sequences decode too, else they wait until the device has room.
     """
 
@@ -37,9 +41,11 @@ class KvPlaces:
         self.page_tokens = page_tokens
         self.home = PagedKV(pages, slots, page_tokens, first=first)
         self.device = None if device_pages is None else PagedKV(device_pages, slots, page_tokens)
+        self._twins = None if self.device is None else DeviceTwins(self.device)
         self.disk = PagedKV(disk_pages, slots, page_tokens, reserve=0) if disk_pages else None
         self.resident: NDArray[np.bool_] = np.zeros(slots, bool)
         self.stored: NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.brought: NDArray[np.int64] = np.zeros(slots, np.int64)
         self.streamed_most = streamed_most
         self.stream = stream
 
@@ -99,7 +105,8 @@ class KvPlaces:
 
     def close(self, slots: Slots) -> None:
         """Give back all that these slots have."""
-        for pool in (self.home, self.device, self.disk):
+        self._leave_device(slots)
+        for pool in (self.home, self.disk):
             if pool is not None:
                 pool.close(slots)
         self.resident[slots] = False
@@ -107,10 +114,9 @@ class KvPlaces:
     def park(self, slot: int, with_kv: int) -> tuple[Pages, Pages]:
         """Take a slot's own pages off it and keep those with KV: home pages and disk pages.  A resident sequence of a
         device must have been demoted before."""
-        if self.device is not None:
-            if self.resident[slot]:
-                raise InternalError(f"slot {slot} should leave while its KV is only on the device")
-            self.device.close(np.array([slot], np.int64))
+        if self.device is not None and self.resident[slot]:
+            raise InternalError(f"slot {slot} should leave while its KV is only on the device")
+        self._leave_device(np.array([slot], np.int64))
         disk = self.disk.park(slot) if self.disk is not None else np.empty(0, np.int32)
         self.resident[slot] = False
         full = self.home.pages_for(with_kv) - int(self.home.borrowed[slot])
@@ -146,8 +152,24 @@ class KvPlaces:
 
     def begin_promotion(self, slot: int, tokens: int, most: int, spare: int) -> bool:
         """Hold device pages for a streamed sequence; True, or False and no change."""
-        assert self.device is not None
-        return self.device.open(slot, tokens, most, spare=spare)
+        assert self.device is not None and self._twins is not None
+        home = self.home.table[slot, : self.home.borrowed[slot]].copy()
+        self.brought[slot] = len(home) - self._twins.missing(home)
+        twins = self._twins.borrow(home, spare)
+        if twins is None:
+            return False
+        if self.device.open(slot, tokens, most, spare=spare, borrowed=twins):
+            return True
+        self._twins.give_back(home)
+        return False
+
+    def _leave_device(self, slots: Slots) -> None:
+        """Give back the device pages of these slots."""
+        if self.device is None or self._twins is None:
+            return
+        for slot in slots[self.device.borrowed[slots] > 0].tolist():
+            self._twins.give_back(self.home.table[slot, : self.device.borrowed[slot]].copy())
+        self.device.close(slots)
 
     def end_promotion(self, slots: Slots, with_kv: NDArray[np.int64]) -> None:
         """Tell that the KV of these slots has come to the device."""
@@ -156,9 +178,8 @@ class KvPlaces:
 
     def end_demotion(self, slots: Slots) -> None:
         """Tell that all KV of these resident slots is at home; their device pages are given back."""
-        assert self.device is not None
         self.resident[slots] = False
-        self.device.close(slots)
+        self._leave_device(slots)
 
     # --- between home and disk ------------------------------------------------------------------------------------
 
@@ -203,6 +224,9 @@ class KvPlaces:
         for pool in (self.home, self.device, self.disk):
             if pool is not None:
                 pool.check()
+        if self._twins is not None and self.device is not None:
+            lent = np.arange(self.home.table.shape[1]) < self.device.borrowed[:, None]
+            self._twins.check(self.home.table[lent])
         if (self.home.end(active) < known).any():
             raise InternalError("an active sequence knows more tokens than its pages hold")
         if self.disk is not None and (self.disk.held[active] < self.home.base[active]).any():

@@ -201,9 +201,9 @@ class KvStream:
         return self._copy(self._home, home, self._device, device)
 
     def promote(self, places: KvPlaces, slots: NDArray[np.int64], with_kv: NDArray[np.int64]) -> int:
-        """Copy the KV of streamed slots from home to the device pages that they hold -> bytes."""
+        """Copy the KV of streamed slots from home to the device pages that they hold or brought -> bytes."""
         assert self._device is not None and places.device is not None
-        first = np.zeros(len(slots), np.int64)
+        first = places.brought[slots]
         device, home = _between(places.device, places.home, slots, first, -(-with_kv // places.page_tokens))
         return self._copy(self._device, device, self._home, home)
 

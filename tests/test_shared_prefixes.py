@@ -1,8 +1,8 @@
 """Laws of shared prefixes on a rank: computed once, shared rightly, kept as long as needed and no longer.
 
-Two ranks of a node run without a device, and what lies in every page is written down: at each place of a page the hash
-of all tokens up to there, which is what KV is a function of.  So a page that is shared wrongly, freed too early, or
-written by somebody who borrows it, is seen by whoever reads it next.
+Two ranks of a node run without a model, and what lies in every page, at home and on a device, is written down: at each
+place of a page the hash of all tokens up to there, which is what KV is a function of. So a page that is shared wrongly,
+freed too early, or written by somebody who borrows it, is seen by whoever reads it next.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -18,14 +19,22 @@ from moving_ranks import Broken
 
 from bgmpi.backlog import Entry
 from bgmpi.errors import BgmpiError
+from bgmpi.kernels.cpu import CpuBackend
 from bgmpi.kv_places import KvPlaces
+from bgmpi.kv_stream import KvStream
 from bgmpi.migration import _receive, parcel_of
 from bgmpi.request import Request, Sampling
-from bgmpi.sequence_manager import SequenceManager
+from bgmpi.sequence_manager import SequenceManager, Way
 from bgmpi.shared_prefixes import NO_ONE, Prefix, SharedPrefixes
 from bgmpi.transcript import Transcript
 
 PAGE_TOKENS = 4
+TIERS: dict[str, dict[str, Any]] = {
+    "in place": {},
+    "small device": {"device_pages": 9, "streamed_most": 40},
+    "device": {"device_pages": 25, "streamed_most": 40},
+    "device, others wait": {"device_pages": 14, "streamed_most": 14, "stream": False},
+}
 #: The prefixes of the made-up job: tokens and parent, by number.  Not all end where a page ends.
 TREE = {0: (6, NO_ONE), 1: (13, 0), 2: (8, 0), 3: (15, 1), 4: (5, NO_ONE)}
 
@@ -53,10 +62,10 @@ def hashes(tokens: list[int]) -> list[int]:
 
 
 class Node:
-    """The memory of a node: what stands at every place of every page."""
+    """The memory of a node: what stands at every place of every page, int64 [pages, one layer, PAGE_TOKENS]."""
 
     def __init__(self) -> None:
-        self.page: dict[int, list[int]] = {}
+        self.home = torch.zeros(1100, 1, PAGE_TOKENS, dtype=torch.int64)
         self.near = True
         self.broken = False
         self.page_bytes = 1
@@ -67,8 +76,7 @@ class Node:
     def fetch(self, rank: int, theirs: np.ndarray, mine: np.ndarray) -> Any:
         if self.broken:
             return Broken(BgmpiError("the copy failed"))
-        for source, target in zip(theirs.tolist(), mine.tolist(), strict=True):
-            self.page[target] = list(self.page.get(source, [0] * PAGE_TOKENS))
+        self.home[mine] = self.home[theirs]
         return Broken.__new__(Arrived)
 
 
@@ -88,14 +96,18 @@ class Ranks(RuleBasedStateMachine):
         #: the prefixes of which rank 0 has more for a rank
         self.more: list[set[int]] = [set(), set()]
 
-    @initialize(pages=st.integers(14, 40), slots=st.integers(1, 6), budget=st.integers(6, 24))
-    def open(self, pages: int, slots: int, budget: int) -> None:
-        self.ranks = [
-            SequenceManager(
-                KvPlaces(slots=slots, page_tokens=PAGE_TOKENS, pages=pages, first=1000 * rank), slots=slots,
-                budget=budget, most_tokens=100,
-            )
+    @initialize(pages=st.integers(14, 40), slots=st.integers(1, 6), budget=st.integers(6, 24),
+                tier=st.sampled_from([*TIERS]))
+    def open(self, pages: int, slots: int, budget: int, tier: str) -> None:
+        places = [
+            KvPlaces(slots=slots, page_tokens=PAGE_TOKENS, pages=pages, first=1000 * rank, **TIERS[tier])
             for rank in range(2)
+        ]
+        self.ranks = [SequenceManager(one, slots=slots, budget=budget, most_tokens=100) for one in places]
+        self.streams = [
+            KvStream(CpuBackend(None, 1), self.node.home, device_pages=TIERS[tier].get("device_pages"), buffer_pages=0,
+                     buffers=0, spill=None)
+            for _ in range(2)
         ]  # fmt: skip
 
     @rule(rank=st.integers(0, 1), behind=st.sampled_from([NO_ONE, *TREE]), more=st.booleans(),
@@ -127,50 +139,65 @@ class Ranks(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 1), steps=st.integers(1, 6))
     def run(self, rank: int, steps: int) -> None:
-        manager = self.ranks[rank]
-        self.boundary(manager)
+        self.boundary(rank)
         for _ in range(steps):
-            self.step(manager)
+            self.step(rank)
 
-    def boundary(self, manager: SequenceManager) -> None:
+    def boundary(self, rank: int) -> None:
+        manager, stream = self.ranks[rank], self.streams[rank]
         while (eviction := manager.evict()) is not None:
+            if eviction.way is Way.DEMOTE:
+                stream.demote(manager.places, eviction.slots, manager.active_set.with_kv[eviction.slots])
             manager.evicted(eviction)
             manager.check()
+        self.refill(rank)
+
+    def refill(self, rank: int) -> None:
+        manager, stream = self.ranks[rank], self.streams[rank]
         manager.refill()
-        self.copy(manager)
+        stream.copy_home(manager.take_copies())
+        ready = manager.promote()
+        if len(ready):
+            stream.promote(manager.places, ready, manager.active_set.with_kv[ready])
+            manager.promoted(ready)
+        manager.check()
 
-    def copy(self, manager: SequenceManager) -> None:
-        for source, target in manager.take_copies():
-            self.node.page[target] = list(self.node.page.get(source, [0] * PAGE_TOKENS))
-
-    def step(self, manager: SequenceManager) -> None:
+    def step(self, rank: int) -> None:
+        manager = self.ranks[rank]
         plan = manager.plan()
         if plan is None:
             return
         active = manager.active_set
-        for slot, before, count in zip(plan.slots.tolist(), plan.before, np.diff(plan.first), strict=True):
-            right = hashes(active.tokens[slot, : active.known[slot]].tolist())
-            row = manager.kv.row(slot).tolist()
-            for place in range(int(before)):
-                have = self.node.page[row[place // PAGE_TOKENS]][place % PAGE_TOKENS]
-                assert have == right[place], f"sequence {active.sequence[slot]} reads wrong KV at place {place}"
-            for place in range(int(before), int(before + count)):
-                page = self.node.page.setdefault(row[place // PAGE_TOKENS], [0] * PAGE_TOKENS)
-                page[place % PAGE_TOKENS] = right[place]
+        for number, (slot, before, count) in enumerate(
+            zip(plan.slots.tolist(), plan.before.tolist(), np.diff(plan.first).tolist(), strict=True)
+        ):
+            right = torch.tensor(hashes(active.tokens[slot, : active.known[slot]].tolist()))
+            resident = number < plan.resident
+            row = (manager.places.compute if resident else manager.kv).row(slot)
+            pages = self.streams[rank].pages_of(0) if resident else self.node.home[:, 0]
+            places = torch.from_numpy(row).long().repeat_interleave(PAGE_TOKENS) * PAGE_TOKENS
+            places += torch.arange(len(places)) % PAGE_TOKENS
+            have = pages.flatten()[places[:before]] if resident else self.node.home.flatten()[places[:before]]
+            assert torch.equal(have, right[:before]), f"sequence {active.sequence[slot]} reads wrong KV"
+            new = places[before : before + count]
+            pages[new // PAGE_TOKENS, new % PAGE_TOKENS] = right[before : before + count]
         slots = plan.slots[plan.emits]
         none = np.zeros(len(slots), bool)
         ended = manager.commit(plan, (7 * active.known[slots]).astype(np.int32), none, none)
         self.ended += active.sequence[ended.slots].tolist()
         manager.retire(ended)
         manager.check()
-        manager.refill()
-        self.copy(manager)
+        self.refill(rank)
 
     @rule(rank=st.integers(0, 1), mask=st.integers(1, 31))
     def suspend(self, rank: int, mask: int) -> None:
         manager = self.ranks[rank]
-        names = manager.active_set.sequence[manager.active]
-        manager.suspend(names[[mask >> place % 5 & 1 == 1 for place in range(len(names))]])
+        chosen = manager.active[[mask >> place % 5 & 1 == 1 for place in range(len(manager.active))]]
+        if manager.places.device is not None:
+            resident = chosen[manager.places.resident[chosen]]
+            self.streams[rank].demote(manager.places, resident, manager.active_set.with_kv[resident])
+            manager.places.end_demotion(resident)
+        manager.suspend(manager.active_set.sequence[chosen])
 
     @rule(rank=st.integers(0, 1))
     def combine(self, rank: int) -> None:
@@ -212,13 +239,14 @@ class Ranks(RuleBasedStateMachine):
             self.combine(rank)
             rounds = 60 + 30 * self.names
             while len(manager.active) or manager.backlog:
-                self.boundary(manager)
-                self.step(manager)
+                self.boundary(rank)
+                self.step(rank)
                 rounds -= 1
                 assert rounds, f"{len(manager.backlog)} sequences wait for ever"
             manager.prefixes.close(TREE)
             assert len(manager.prefixes) == 0, "a prefix stays after its last member ended"
-            assert manager.kv.free == manager.kv.pages
+            for pool in (manager.places.home, manager.places.device, manager.places.disk):
+                assert pool is None or pool.free == pool.pages
         assert sorted(self.ended) == list(range(self.names))
 
 
