@@ -19,10 +19,10 @@ from bgmpi.prefix_tree import PrefixTree
 def best_groups(tree: PrefixTree) -> NDArray[np.bool_]:
     """Return the used nodes of least cost.
 
-    With the carried prefix of d tokens (the deepest used node above, d = 0 for none) a subtree costs, against nothing
-    shared, cost(v, d) = min(depth(v) + below(v, depth(v)), below(v, d)), where below(v, d) = sum of cost(child, d) minus
-    d for each sequence that ends at v itself.  below falls with d, so v is used up to some d of its path, and that
-    number is all that is kept of it.  The d of a node are the depths on its path: one vector a node, one row a level.
+    With a carried prefix of d tokens (the deepest used node above, d = 0 for none) a subtree costs, against nothing
+    shared, cost(v, d) = min(depth(v) + below(v, depth(v)), below(v, d)), where below(v, d) is the sum of cost(child, d)
+    minus d for each sequence that ends at v itself.  below falls with d, so v is used up to some d of its path, and
+    that number is all that is kept of it.  The d of a node are the depths on its path: one vector, one row a level.
     """
     parent, depth, direct = tree.parent.tolist(), tree.depth.tolist(), _direct(tree).tolist()
     level = _levels(parent)
@@ -68,7 +68,8 @@ def lifted_groups(tree: PrefixTree) -> NDArray[np.bool_]:
     leaves = [0] * len(parent)
     above_depth = tree.parent_depth().tolist()
     for node in reversed(range(len(parent))):
-        above, stay = parent[node], []
+        above = parent[node]
+        stay: list[int] = []
         for child in children[node]:
             gain = (leaves[child] - 1) * (depth[child] - depth[node]) - (depth[node] - above_depth[node])
             (children[above] if gain > 0 else stay).append(child)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -75,9 +76,7 @@ class _Split:
     beat: Callable[[], None]
     ordinal: int
 
-    def split(
-        self, begins: NDArray[np.int64], ends: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def split(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sort these segments of the order and return begins and ends of those that are left to be split."""
         self.beat()
         places = stretches(begins, ends - begins)
@@ -165,4 +164,4 @@ def _batches(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[sli
     """Cut the segments into batches of about BATCH_PROMPTS prompts."""
     batch = _starts(ends - begins) // BATCH_PROMPTS
     cuts = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(begins)]
-    yield from (slice(begin, end) for begin, end in zip(cuts, cuts[1:], strict=False))
+    yield from (slice(begin, end) for begin, end in pairwise(cuts))

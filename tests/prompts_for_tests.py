@@ -1,4 +1,4 @@
-"""Small jobs with shared prefixes: prompts of few letters, the tree of them as the program builds it, and a slow twin."""
+"""Small jobs with shared prefixes: prompts of few letters, their tree as the program builds it, and a slow twin."""
 
 from __future__ import annotations
 
