@@ -5,8 +5,9 @@ a random odd number of its place (multilinear), and a final mix.  A million prom
 where their tokens would be 4 GB, and the tokens pass by once, in whatever order the ranks bring them.
 
 The random numbers come from a fixed seed, so every run and every rank hashes alike.  Equal hashes are taken for equal
-pages: two pages that differ agree with a probability of about 2^-63 a pair.  Who acts on it must bear that: sharing is
-checked against the tokens where a prefix is used, so a collision costs some saving and never a wrong token.
+pages; two that differ agree by chance once in about 2^63 pairs, and on purpose for who knows the seed.  Who acts on it
+must bear that: sharing is checked against the tokens where a prefix is used, so a collision costs some saving and never
+a wrong token.
 """
 
 from __future__ import annotations

@@ -60,8 +60,10 @@ def prefix_order(
         found = [_Split(hashes, order, read, beat, ordinal).split(begins[part], ends[part]) for part in batches]
         begins, ends = (np.concatenate(bounds) for bounds in zip(*found, strict=True))
         ordinal += 1
-    equal = order.common == unknown  # to the prompt before it
-    order.common[equal] = hashes.lengths[order.prompts[equal]]
+    lengths = hashes.lengths[order.prompts]
+    np.copyto(order.common, lengths, where=order.common == unknown)  # equal to the one before it
+    np.minimum(order.common, lengths, out=order.common)  # both bounds hold even where hashes collide
+    np.minimum(order.common[1:], lengths[:-1], out=order.common[1:])
     order.common[:1] = 0
     return order
 

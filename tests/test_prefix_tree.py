@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from prompts_for_tests import Prompts, jobs
 
-from bgmpi import prefix_order
 from bgmpi.errors import InternalError
 from bgmpi.prefix_tree import PrefixTree
 
@@ -63,32 +62,6 @@ def test_the_tree_does_not_depend_on_the_order_in_which_prompts_are_added(job: P
     random.Random(1).shuffle(order)
     one, other = job.tree(), job.builder(order, at_once=5).build(job.weight, job.read)
     assert one.depth.tolist() == other.depth.tolist() and one.node.tolist() == other.node.tolist()
-
-
-def test_segments_split_in_batches_give_the_same_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(2)
-    job = Prompts([tuple(draw.choices(range(2), k=draw.randrange(12))) for _ in range(300)], [1] * 300)
-    whole = job.tree()
-    monkeypatch.setattr(prefix_order, "BATCH_PROMPTS", 4)
-    monkeypatch.setattr(prefix_order, "READ_PAGES", 3)
-    parts = job.tree()
-    for name in PrefixTree.__slots__:
-        np.testing.assert_array_equal(getattr(whole, name), getattr(parts, name))
-
-
-def test_at_most_two_pages_a_prompt_are_read() -> None:
-    draw = random.Random(3)
-    heads = [tuple(draw.choices(range(9), k=40)) for _ in range(10)]
-    job = Prompts([head + tuple(draw.choices(range(9), k=20)) for head in heads for _ in range(10)], [1] * 100)
-    pages = 0
-
-    def read(prompts: np.ndarray, ordinal: int) -> np.ndarray:
-        nonlocal pages
-        pages += len(prompts)
-        return job.read(prompts, ordinal)
-
-    job.builder().build(job.weight, read)
-    assert 100 <= pages <= 200
 
 
 def test_samples_of_one_prompt_share_all_of_it() -> None:
