@@ -6,6 +6,9 @@ passes, with prompts cut into tiny chunks, with so few slots that refills never 
 sequences are made to yield and computed again.  Then every family is moved: sequences are yielded and combined,
 migrated, and run over groups of ranks, by drill and all at once, with KV in place, on a small device, in host memory,
 on disk, and with weights that pass through a ring.  The reference is one rank with the default shape.
+
+A second job is made of prompts that share: documents, sections in them, questions about those, equal prompts, and
+samples of one.  Its reference shares nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import checkpoints
 import h5py
 import jobs
 import launch
+import numpy as np
 import pytest
 from tokenizers_for_tests import make_tokenizer
 
@@ -62,6 +66,28 @@ def bodies() -> list[dict[str, Any]]:
     # Two stragglers, one of them the last alone.
     straggler = {"prompt": [7, 11, 13], "ignore_eos": True, "temperature": 0.9, "logprobs": 2}
     return [*rows, {**straggler, "max_tokens": 90, "seed": 5}, {**straggler, "max_tokens": 120, "seed": 6}]
+
+
+def shared_bodies() -> list[dict[str, Any]]:
+    """Return rows whose prompts share prefixes on two levels, none of which ends where a page ends, in mixed order."""
+    random = np.random.default_rng(23)
+
+    def words(count: int) -> list[int]:
+        return [int(word) for word in random.integers(3, 500, count)]
+
+    rows = []
+    for document in range(3):
+        begin = words(37 + document)
+        for _ in range(2):
+            section = [*begin, *words(13)]
+            rows += [{"prompt": [*section, *words(1 + 3 * i)], "temperature": 0.0} for i in range(3)]
+            rows.append({"prompt": section, "n": 3, "temperature": 0.9})
+        rows += [{"prompt": begin, "temperature": 0.0}, {"prompt": begin, "temperature": 1.1, "logprobs": 2}]
+    rows.append({"prompt": [*begin, *words(5)], "prompt_logprobs": 1, "temperature": 0.0})
+    rows.append({"prompt": words(30), "n": 5, "temperature": 0.7, "stop": ["ab", "e "]})
+    for number, row in enumerate(rows):
+        row |= {"seed": number, "max_tokens": 3 + 5 * (number % 5), "ignore_eos": number % 2 == 0}
+    return [rows[int(place)] for place in random.permutation(len(rows))]
 
 
 def architecture(folder: Path) -> Architecture:
@@ -159,6 +185,51 @@ def small_tiers(family: str, folder: Path, ranks: int, spill: Path) -> dict[str,
             *pages, "--drill", "yield=2,migrate=2", "--weight-memory", str(weights),
         ],
     }
+
+
+@pytest.fixture(scope="module")
+def shared(
+    work: tuple[Path, Path, dict[str, list[list[int]]]],
+) -> tuple[Path, Path, dict[str, list[list[int]]]]:
+    """The models' folder, the requests that share, and each family's tokens when nothing is shared."""
+    root = work[0]
+    requests = jobs.write_requests(root / "shared.jsonl", shared_bodies())
+    words = [
+        _words(root, requests, family, root / f"{family}-alone.h5", ["--prefix-sharing", "off", "--page-tokens", "4"])
+        for family in checkpoints.FAMILIES
+    ]
+    ended = jobs.run_jobs(1, words, root)
+    assert "sharing prefixes" not in ended.stderr
+    return root, requests, {family: jobs.tokens_of(root / f"{family}-alone.h5") for family in checkpoints.FAMILIES}
+
+
+@pytest.mark.timeout(660)
+@launch.on_ranks(1, 2, 3, 4)
+def test_tokens_do_not_depend_on_shared_prefixes(
+    shared: tuple[Path, Path, dict[str, list[list[int]]]], ranks: int, tmp_path: Path
+) -> None:
+    """Shared on all levels or on one, in place, with small chunks, and in every tier with all primitives by force; all
+    families, whose ways alternate with the ranks, so that all meet all."""
+    root, requests, expected = shared
+    cases, words = [], []
+    for place, family in enumerate(checkpoints.FAMILIES):
+        tiers = small_tiers(family, root / family, ranks, tmp_path)
+        ways = {
+            "on all levels": ["--page-tokens", "4"],
+            "on one level": ["--page-tokens", "4", "--prefix-sharing", "one-level"],
+            "chunks of 9": ["--page-tokens", "4", "--max-num-batched-tokens", "9", "--max-num-seqs", "4"],
+            "large pages": [],
+            **tiers,
+        }
+        chosen = ["on all levels", *[name for i, name in enumerate(ways) if i and (i + place + ranks) % 5 == 0]]
+        for name in chosen:
+            output = tmp_path / f"{len(cases)}.h5"
+            cases.append((family, name, output))
+            words.append(_words(root, requests, family, output, ways[name]))
+    ended = jobs.run_jobs(ranks, words, tmp_path, limit=600)
+    assert ended.stderr.count("sharing prefixes leaves") == len(cases)
+    for family, name, output in cases:
+        assert jobs.tokens_of(output) == expected[family], f"{family} on {ranks} ranks, shared {name}"
 
 
 @pytest.mark.timeout(660)
