@@ -86,7 +86,7 @@ lint: $(STAMP)  ## ruff and mypy
 
 bench: $(STAMP)  ## every benchmark, quickly
 	@for name in primitive_cost decision hold_policy kv_spill kernels profile_step bct tail checkpoint_cost resume_time \
-	    queue_memory; do \
+	    queue_memory prefix_tree; do \
 	    echo "== $$name"; $(BIN)/python "benchmarks/$$name.py" --quick || exit 1; \
 	done
 
