@@ -24,7 +24,7 @@ class AnswerLengths:
     """Expected lengths of answers.  share: expected tokens for each token of cap, float64 [buckets]."""
 
     def __init__(self) -> None:
-        self._caps: NDArray[np.float64] = 2.0 ** np.arange(_BUCKETS)
+        self._caps: NDArray[np.float64] = np.ldexp(1.0, np.arange(_BUCKETS)).astype(np.float64)
         self._tokens: NDArray[np.float64] = self._caps.copy()
 
     @property

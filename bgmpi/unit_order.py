@@ -1,5 +1,5 @@
-"""In which order the units of a job are read when prompts share prefixes: by worth, with the deadlines and the ageing of
-`fairness` (law 6).
+"""In which order the units of a job are read when prompts share prefixes: by worth, with the deadlines and the ageing
+of `fairness` (law 6).
 
 A unit (`share_plan`) goes to one rank together, so it is read together: rows stand by priority, then by deadline, then
 by the worth of their unit, its expected answer tokens for each prompt token that it computes, highest first: what
@@ -13,9 +13,10 @@ The bound of `fairness` holds for every row: with i rows before it, it is read a
 - else it is the oldest row's turn: alone, where a more urgent class waits; else with as much of its unit as can be
   read before another row is due, and a unit of the same class goes before it only where this is all of it then too.
 
-Rows are paid in the order of the input, each is due `ageing` + 1 turns after the one before it, and no row that is left
-is overdue; so paying one by one always is enough.  Where units are larger than `ageing` + 1 and their rows lie scattered
-over the input, the bound alone decides, and they come in parts of about `ageing` + 1 rows.
+Rows are paid in the order of the input, each is due `ageing` + 1 turns after the one before it, and no row that is
+left is overdue; so paying one by one always is enough.  Units of at most `ageing` + 1 rows are never parted for their
+own class.  Where larger ones lie scattered over the input the bound alone decides, and they come in parts of about
+`ageing` + 1 rows.
 """
 
 from __future__ import annotations
@@ -136,14 +137,16 @@ class UnitOrder:
         """Say whether the oldest row's unit loses nothing when `head` goes before it."""
         if self._is_less_urgent(group, head):
             return True
-        return self._room(head, group) >= self._unread[head] + self._unread[group]
+        return self._room(head, group) >= int(self._unread[head] + self._unread[group])
 
     def _part(self, group: int, room: int, oldest: int) -> list[int]:
-        """Return the next rows of a unit, at most `room`: those that are due by then and the oldest of all first, the
-        others in their order."""
+        """Return the next rows of a unit, at most `room`: those that are due by then first, the others in their order;
+        of a part the oldest row of all is one."""
         members = self._members[self._begin[group] : self._begin[group + 1]].tolist()
         unread = [place for place in members if self._next[place] == place]
         room = min(room, len(unread))
         due = (self._turn + room) // (self._ageing + 1)  # so many rows of the input
-        first = sorted(place for place in unread if place < due or place == oldest)
-        return (first + [place for place in unread if place >= due and place != oldest])[:room]
+        if room < len(unread):
+            due = max(due, oldest + 1)
+        first = sorted(place for place in unread if place < due)
+        return (first + [place for place in unread if place >= due])[:room]

@@ -101,7 +101,7 @@ class PromptStore:
 
     def _fill(self, ids: NDArray[np.int32], begin: int) -> None:
         """Read tokens from number `begin` of the file on."""
-        view, offset = memoryview(ids).cast("B"), begin * _TOKEN.itemsize
+        view, offset = ids.data.cast("B"), begin * _TOKEN.itemsize
         while view:
             got = os.preadv(self._file.fileno(), [view], offset)
             if not got:

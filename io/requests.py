@@ -126,7 +126,7 @@ class RequestReader:
     def read(self, row: int, known: Sequence[Prompt] | None = None) -> tuple[Request, ...] | RowRefused:
         """Return the requests of row `row`, one for each of its prompts, or why it is refused.
 
-        known: the ids of its prompts, where an earlier read has found them; everything but the prompts is checked again.
+        known: the ids of its prompts, where an earlier read has found them; all else is checked again.
         Raise InputError when the file is not the one that was scanned.
         """
         line = int(self._index.line[row])
@@ -144,8 +144,8 @@ class RequestReader:
         index, found = self._index, sum(request.samples for request in requests)
         if (found, len(requests)) != (index.samples[row], index.prompts[row]):
             raise InputError(f"input file {self._path}: line {line} asked for {index.samples[row]} samples of "
-                             f"{index.prompts[row]} prompts when it was scanned and asks for {found} of {len(requests)} "
-                             "now; leave the file alone while the job runs")
+                             f"{index.prompts[row]} prompts when it was scanned and asks for {found} of "
+                             f"{len(requests)} now; leave the file alone while the job runs")
         return requests
 
     def shown_prompt(self, row: int) -> str:

@@ -25,7 +25,8 @@ def test_prompts_are_read_as_they_were_put_in(tmp_path: Path, lengths: list[int]
     with PromptStore(tmp_path, len(ids) + 1) as store:
         while order:
             some = [order.pop() for _ in range(min(len(order), random.randrange(1, 4)))]
-            store.append(np.array(some), np.array([lengths[one] for one in some]), np.concatenate([ids[i] for i in some]))
+            found = np.concatenate([ids[one] for one in some])
+            store.append(np.array(some), np.array([lengths[one] for one in some]), found)
             assert store.read(some[0]).tolist() == ids[some[0]].tolist()
         assert not os.listdir(tmp_path)
         assert store.lengths.tolist() == [*lengths, 0] and not len(store.read(len(ids)))

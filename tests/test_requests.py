@@ -345,7 +345,7 @@ def test_a_row_read_again_with_its_ids_is_the_same_and_no_template_is_run(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "input.jsonl"
-    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [], "documents": [], "add_generation_prompt": True}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [], "documents": []}
     lines = [line("a", CHAT, **chat), line("b", prompt=["one", "two"], n=2, add_special_tokens=False),
              line("c", prompt="x", unknown=1), line("d", CHAT, messages=[{"role": 1}])]  # fmt: skip
     path.write_text("\n".join(json.dumps(entry) for entry in lines))
@@ -364,5 +364,5 @@ def test_a_row_read_again_with_its_ids_is_the_same_and_no_template_is_run(
                 assert [replace(one, prompt=NO_IDS) for one in again] == [replace(one, prompt=NO_IDS) for one in before]
             else:
                 assert again == before
-        with pytest.raises(InputError, match="4 samples of 2 prompts .* asks for 2 of 1"):
+        with pytest.raises(InputError, match=r"4 samples of 2 prompts .* asks for 2 of 1"):
             reader.read(1, [np.zeros(1, np.int32)])
