@@ -144,6 +144,9 @@ class Config:
     ageing: int = _option(
         "batching", 15, size(0), "rows that are read by priority and deadline between two turns of the oldest row that "
         "waits; 0: the input's order")
+    prefix_sharing: str = _option(
+        "batching", "multi-level", choice("multi-level", "one-level", "off"), "compute prefixes that prompts share "
+        "once, and read rows that share together: every one of them, at most one a prompt, or none, for comparison")
     deterministic: bool = _option(
         "batching", False, switch, "answers equal to the last bit whatever shares a batch, on any number of ranks")
 

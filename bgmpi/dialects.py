@@ -40,8 +40,8 @@ FOREIGN = (
     Foreign(("--kv-cache-dtype",), ("auto",), "keys and values are kept in --dtype: drop the flag"),
     Foreign(("--trust-remote-code",), ("false",), "code from a model folder is never run: drop the flag; families are "
             "built in"),
-    Foreign(("--enable-prefix-caching",), ("false",), "this version does not share prefixes (answers are the same "
-            "without): drop the flag"),
+    Foreign(("--enable-prefix-caching",), ("", "true"), "prefixes are shared unless --prefix-sharing off says so"),
+    Foreign(("--disable-radix-cache",), (), "use --prefix-sharing off"),
     Foreign(("--scheduling-policy",), ("priority",), "rows are read by `priority` and `deadline_s`: drop the flag, or "
             "read them as they stand with --ageing 0"),
     Foreign(("--revision",), (), "nothing is downloaded: give the folder of the revision you want as --model"),

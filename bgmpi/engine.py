@@ -39,6 +39,7 @@ from bgmpi.scheduler import Rules
 from bgmpi.stop_request import StopRequest
 from bgmpi.stop_rules import StopRules
 from bgmpi.tally import Counts, Tally, total
+from bgmpi.tokenising import read_prompts
 from bgmpi.watch import watched
 from bgmpi.weight_plan import everywhere_bytes
 from bgmpi.world import World, decode, open_world
@@ -105,6 +106,8 @@ def _open(config: Config, world: World, begun: float, stack: ExitStack) -> _Open
     groups = world.groups()
     # Only now: a job whose weights cannot be loaded leaves no folder that its second try would stumble over.
     writer = stack.enter_context(_open_writer(job, world, clock, attempt, stack))
+    world.pulse.enter(Phase.TOKENISING)
+    prompts = read_prompts(job, world, attempt.left.ended if attempt is not None else None, writer.folder, stack)
     tally = Tally(writer)
     rank = Rank(
         world, groups, parts.store, parts.manager, parts.executor, parts.sampler, job.tokenizer, clock, tally.take,
@@ -117,7 +120,7 @@ def _open(config: Config, world: World, begun: float, stack: ExitStack) -> _Open
         assert attempt is not None
         head = Head(
             job, world.size, _rules(job, world, parts, tail), attempt=attempt, pool=parts.pool, clock=clock,
-            refuse=tally.take, stop_rules=_stop_rules(config, os.environ), stack=stack,
+            refuse=tally.take, stop_rules=_stop_rules(config, os.environ), stack=stack, prompts=prompts,
         )  # fmt: skip
     kv = KvCheckpoint(config.checkpoint_kv, writer.folder, writer.attempt, job.kv_facts())
     checkpoint = _Checkpoint(writer, rank, clock, config.checkpoint_interval, kv)

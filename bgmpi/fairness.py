@@ -8,8 +8,8 @@ such turns the first k rows of the input have been read, and
     the row with i rows before it is read at the latest as number (ageing + 1) * (i + 1), counted from 1:
 
 at most ageing * (i + 1) rows that stand behind it overtake it, and it starts at most ageing + 1 times as late as it
-would without priorities.  `latest_turns` is this bound.  It holds for any strict order, so another one (shared
-prefixes, cost) may take the place of `strict_order` and keeps it.
+would without priorities.  `latest_turns` is this bound.  It holds for any strict order; where prompts share prefixes
+rows are read by units of several, and `unit_order` keeps it.
 
 Who was read out of its class because it had aged counts as one of the class that was being read: `level` never falls
 from one turn to the next, so older on a rank is never less urgent, and ranks need no rule of ageing of their own.
@@ -57,15 +57,39 @@ class Turns:
 
 def turns_of(rows: Ids, wishes: Wishes) -> Turns:
     """Return the turns of these rows, int64 [n] ascending; in their own order where nobody asks for another."""
-    level = np.zeros(len(rows), np.int32)
+    level = levels_among(rows, wishes)
     if wishes.priority is None and wishes.deadline is None:
         return Turns(rows, level)
-    if wishes.priority is not None:
-        level = np.unique(wishes.priority[rows], return_inverse=True)[1].astype(np.int32)
     strict = strict_order(level, None if wishes.deadline is None else wishes.deadline[rows])
     order = aged(strict, wishes.ageing)
     urgent = np.minimum.accumulate(level[order][::-1])[::-1]
     return Turns(rows[order], urgent)
+
+
+def levels_among(rows: Ids, wishes: Wishes) -> NDArray[np.int32]:
+    """Return how urgent these rows are among each other, int32 [n], from 0, the most urgent, without gaps."""
+    if wishes.priority is None:
+        return np.zeros(len(rows), np.int32)
+    return np.unique(wishes.priority[rows], return_inverse=True)[1].astype(np.int32)
+
+
+class RowByRow:
+    """Turns of one row each, in an order that is decided once."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._next = 0
+
+    @property
+    def left(self) -> int:
+        """Rows that were not read yet."""
+        return len(self._turns.rows) - self._next
+
+    def next(self) -> tuple[list[int], int]:
+        """Return the row whose turn is next, and how urgent the turn is.  Only while rows are left."""
+        turn = self._next
+        self._next += 1
+        return [int(self._turns.rows[turn])], int(self._turns.level[turn])
 
 
 def strict_order(level: NDArray[np.int32], deadline: NDArray[np.float32] | None) -> Ids:

@@ -37,6 +37,7 @@ from bgmpi.resume import Resumption
 from bgmpi.scheduler import Rules, Scheduler
 from bgmpi.stop_rules import StopRules
 from bgmpi.tally import Counts
+from bgmpi.tokenising import Prompts
 from bgmpi.trace import TraceWriter
 
 #: Rounds of which the longest is taken for how long the next may last.
@@ -57,7 +58,7 @@ class Head:
     """The job as rank 0 sees it.
 
     attempt: how this one begins; pool: tokens of KV of the smallest rank; refuse: takes rows that never run;
-    stop_rules: when the job stops before its end.
+    stop_rules: when the job stops before its end; prompts: those of the job, where they are tokenised already.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Head:
         refuse: Callable[[Answer], None],
         stop_rules: StopRules,
         stack: ExitStack,
+        prompts: Prompts | None = None,
     ) -> None:
         assert job.index is not None
         config = job.config
@@ -79,7 +81,7 @@ class Head:
         self._attempt = attempt
         self._ranks = ranks
         self._clock = clock
-        self._reader = stack.enter_context(job.reader())
+        self._reader = stack.enter_context(job.reader(job.index))
         self._intake = Intake(
             self._reader,
             job.index.first_sequence(),
@@ -90,6 +92,7 @@ class Head:
             clock=clock,
             refuse=refuse,
             wishes=Wishes(job.index.priority, job.index.deadline, config.ageing),
+            prompts=prompts,
         )
         self._scheduler = Scheduler(self._intake.sequences, ranks, rules, Drill.parse(config.drill))
         self._trace = stack.enter_context(TraceWriter(config.trace)) if config.trace else None
@@ -109,6 +112,7 @@ class Head:
     def decide(self, reports: list[Reported]) -> list[Orders]:
         """Turn one round's reports into every rank's orders."""
         scheduler = self._scheduler
+        self._intake.learn(report.answered for report in reports)
         room = sum(report.slots_free for report in reports)
         wanted = scheduler.wanted() if scheduler.round_number else 2 * room
         events: list[Event] = [*reports, *self._intake.read(wanted)]
@@ -119,7 +123,9 @@ class Head:
         if self._trace is not None:
             self._trace.round(scheduler.round_number, self._clock(), events, said)
         self._watch(reports)
-        return [Orders(one, self._work(one)) for one in said]
+        work = [self._work(one) for one in said]
+        closed = self._intake.take_closed()
+        return [Orders(one, mine, closed) for one, mine in zip(said, work, strict=True)]
 
     def stop(self, why: str) -> None:
         """Show the last line of progress of a job that stops before its end, and why."""

@@ -58,9 +58,11 @@ class Job:
     sequences: int
     index: RequestIndex | None
 
-    def reader(self) -> RequestReader:
-        """Open the input for reading single rows.  Rank 0."""
-        assert self.index is not None
+    def reader(self, index: RequestIndex) -> RequestReader:
+        """Open the input for reading single rows of an index of it.  Local.
+
+        Raises MissingError where this node does not have the file, InputError where it is another one.
+        """
         config = self.config
         limits = RequestLimits(
             max_model_len=self.context,
@@ -70,7 +72,7 @@ class Job:
             max_logprobs=config.max_logprobs,
             model_names=(config.served_model_name,) if config.served_model_name else (),
         )
-        return RequestReader(Path(config.input_file or ""), self.index, self.tokenizer, limits)
+        return RequestReader(Path(config.input_file or ""), index, self.tokenizer, limits)
 
     def settings(self) -> dict[str, str]:
         """Return all that answers depend on beside the requests, as text: two runs in which they are equal may share

@@ -22,6 +22,7 @@ class Phase(StrEnum):
     RESUMING = "reading what earlier attempts left"
     LOADING = "loading weights"
     LAYING_OUT = "laying out memory"
+    TOKENISING = "reading and tokenising the prompts"
     REHEARSING = "rehearsing groups of ranks"
     DECIDING = "deciding a round"
     ORDERS = "waiting for rank 0's orders"

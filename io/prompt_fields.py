@@ -5,12 +5,15 @@ asks for, ids are taken as they are, a chat gets what its template writes.  Spec
 text are encoded as special tokens, as in transformers and vLLM (POLICY); the caller is told, to warn once.
 
 A prompt that leaves no room for one token is refused here, with both numbers, before it costs anything.
+
+A row that is read again may bring the ids that it got the first time (`known`): its fields are checked alike, but no
+template is run and no text encoded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +38,7 @@ class PromptReader:
         self._room = max_model_len
         self._warn = warn
 
-    def read_chat(self, fields: Fields, *, answer: bool) -> list[Prompt]:
+    def read_chat(self, fields: Fields, *, answer: bool, known: Sequence[Prompt] | None = None) -> Sequence[Prompt]:
         """Return the one prompt of a chat; `answer`: at least one token is wanted after it."""
         messages = [_plain_message(message, at) for at, message in enumerate(_take_messages(fields))]
         tools = _take_tools(fields)
@@ -43,6 +46,8 @@ class PromptReader:
         documents = fields.objects("documents")
         generation = fields.boolean("add_generation_prompt", True)
         add_special = fields.boolean("add_special_tokens", False)
+        if known is not None:
+            return known
         self._notice_special([m["content"] for m in messages if isinstance(m.get("content"), str)])
         try:
             text = self._tokenizer.render_chat(messages, tools=tools, documents=documents,
@@ -51,10 +56,14 @@ class PromptReader:
             raise Refused(f"the chat template refused these messages: {refusal}", "messages") from refusal
         return [self._encode(text, add_special, "messages", answer)]
 
-    def read_completion(self, fields: Fields, *, answer: bool) -> list[Prompt]:
+    def read_completion(
+        self, fields: Fields, *, answer: bool, known: Sequence[Prompt] | None = None
+    ) -> Sequence[Prompt]:
         """Return the prompts of a completion, one for each entry of a list of texts or of id lists."""
         value = fields.take("prompt")
         add_special = fields.boolean("add_special_tokens", True)
+        if known is not None:
+            return known
         wanted = "a text, a list of token ids, or a list of either"
         if isinstance(value, str):
             self._notice_special([value])

@@ -119,6 +119,10 @@ class RequestIndex:
         """Return the number of each row's first sequence, int64 [rows + 1]; the last is the number of sequences."""
         return np.concatenate(([0], np.cumsum(self.samples, dtype=np.int64)))
 
+    def first_prompt(self) -> NDArray[np.int64]:
+        """Return the number of each row's first prompt, int64 [rows + 1]; the last is the number of prompts."""
+        return np.concatenate(([0], np.cumsum(self.prompts, dtype=np.int64)))
+
 
 def input_key(sha256: str, shard: InputShard | None) -> str:
     """Return what tells the rows of a file, or of one shard of it, from all others, in hex."""

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from bgmpi.errors import InputError, MissingError, RowError, UsageError
-from bgmpi.io.prompt_fields import PromptReader
+from bgmpi.io.prompt_fields import Prompt, PromptReader
 from bgmpi.io.request_fields import MODEL, Fields, Refused, expected
 from bgmpi.io.request_index import (
     CHAT_URL,
@@ -118,9 +119,14 @@ class RequestReader:
                  trace: TracebackType | None) -> None:
         self.close()
 
-    def read(self, row: int) -> tuple[Request, ...] | RowRefused:
+    def turn_to(self, index: RequestIndex) -> None:
+        """From now on read rows of another index of the same file."""
+        self._index = index
+
+    def read(self, row: int, known: Sequence[Prompt] | None = None) -> tuple[Request, ...] | RowRefused:
         """Return the requests of row `row`, one for each of its prompts, or why it is refused.
 
+        known: the ids of its prompts, where an earlier read has found them; all else is checked again.
         Raise InputError when the file is not the one that was scanned.
         """
         line = int(self._index.line[row])
@@ -129,16 +135,17 @@ class RequestReader:
             parsed = self._parse(row)
             custom_id = parsed["custom_id"] = usable_custom_id(parsed.get("custom_id")) or ""
             url = parsed["url"] if isinstance(parsed.get("url"), str) else ""
-            requests = self._requests(row, parsed)
+            requests = self._requests(row, parsed, known)
         except Refused as refused:
             if isinstance(refused, _Unparsed):
                 custom_id = refused.custom_id
             error = RowError(refused.code, f"line {line}: {refused.message}", refused.param, line)
             return RowRefused(row, custom_id, url, error)
-        found = sum(request.samples for request in requests)
-        if found != self._index.samples[row]:
-            raise InputError(f"input file {self._path}: line {line} asked for {self._index.samples[row]} samples when "
-                             f"it was scanned and asks for {found} now; leave the file alone while the job runs")
+        index, found = self._index, sum(request.samples for request in requests)
+        if (found, len(requests)) != (index.samples[row], index.prompts[row]):
+            raise InputError(f"input file {self._path}: line {line} asked for {index.samples[row]} samples of "
+                             f"{index.prompts[row]} prompts when it was scanned and asks for {found} of "
+                             f"{len(requests)} now; leave the file alone while the job runs")
         return requests
 
     def shown_prompt(self, row: int) -> str:
@@ -182,7 +189,7 @@ class RequestReader:
             content += more
         return content
 
-    def _requests(self, row: int, parsed: dict[str, Any]) -> tuple[Request, ...]:
+    def _requests(self, row: int, parsed: dict[str, Any], known: Sequence[Prompt] | None) -> tuple[Request, ...]:
         """Check one line in the order in which a user would want to hear of faults."""
         if not parsed["custom_id"]:
             raise Refused("custom_id: expected a text that is not blank", "custom_id")
@@ -207,7 +214,7 @@ class RequestReader:
             fields, chat=chat, seed=row_seed(limits.job_seed, self._index.number(row)), defaults=limits.defaults,
             max_logprobs=limits.max_logprobs, known=self._known)
         read_prompts = self._prompts.read_chat if chat else self._prompts.read_completion
-        prompts = read_prompts(fields, answer=sampling.max_tokens != 0)
+        prompts = read_prompts(fields, answer=sampling.max_tokens != 0, known=known)
         fields.refuse_rest(HARMLESS, UNSUPPORTED)
         if sample_count(samples, len(prompts)) is None:
             raise Refused(f"n {samples} x {len(prompts)} prompts are more than {MAX_SAMPLES} answers of one row", "n")

@@ -110,10 +110,10 @@ _AT_ROW_5 = """
 import sys
 from bgmpi.io.requests import RequestReader
 whole = RequestReader.read
-def read(self, row):
+def read(self, row, known=None):
     if row == 5:
         raise OSError("injected: the disk went away")
-    return whole(self, row)
+    return whole(self, row, known)
 RequestReader.read = read
 """
 _FULL_DISK = """

@@ -19,7 +19,7 @@ TYPED = {
     "log_level": "debug", "gpu_memory_utilization": "0.5", "top_p": "0.5", "min_p": "0.5", "stream_kv": "off",
     "hold_policy": "longest-decoded", "drill": "yield=2,migrate=3", "resume": "must", "checkpoint_kv": "stop",
     "on_rank_death": "shrink",
-    "shard": "2/7",
+    "shard": "2/7", "prefix_sharing": "one-level",
 }
 
 
@@ -104,7 +104,7 @@ def test_switches_take_no_word_a_word_or_no_before_them():
     (["--temperature", "nan"], {}, "", ["--temperature", "nan"]),
     (["--check", "maybe"], {}, "", ["--check", "on or off"]),
     (["-tp", "2"], {}, "", ["-tp 2", "--ranks"]),
-    (["--enable-prefix-caching"], {}, "", ["--enable-prefix-caching", "drop the flag"]),
+    (["--no-enable-prefix-caching"], {}, "", ["--no-enable-prefix-caching", "--prefix-sharing off"]),
     (["--trust-remote-code"], {}, "", ["never run"]),
     (["--no-enable-expert-parallel"], {}, "", ["always"]),
     (["--model-path", "m"], {}, "", ["--model-path", "use --model"]),
@@ -122,7 +122,7 @@ def test_what_cannot_be_meant_is_refused_with_advice(argv, environ, toml, words)
 
 @pytest.mark.parametrize("argv", [
     ["-tp", "1"], ["--pipeline-parallel-size=1"], ["--enable-expert-parallel"], ["--enforce-eager"],
-    ["--kv-cache-dtype", "auto"], ["--no-enable-prefix-caching"], ["--quantization", "none"],
+    ["--kv-cache-dtype", "auto"], ["--enable-prefix-caching"], ["--quantization", "none"],
 ])
 def test_a_foreign_flag_that_asks_for_what_happens_anyway_is_noted_and_changes_nothing(argv):
     config = resolve(argv, {})

@@ -126,7 +126,7 @@ def test_every_row_starts_within_the_bound_in_rounds(
 class FewRows:
     """Reads rows of one prompt token and two samples; the row 3 is refused."""
 
-    def read(self, row: int) -> tuple[Request, ...] | RowRefused:
+    def read(self, row: int, known: object = None) -> tuple[Request, ...] | RowRefused:
         if row == 3:
             return RowRefused(3, "r3", "", RowError("invalid_request_error", "no"))
         return (Request(row, f"r{row}", "", np.zeros(1, np.int32), 2, Sampling(0, max_tokens=4)),)

@@ -22,6 +22,7 @@ from bgmpi.request import Request, Sampling
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMITS = RequestLimits(max_model_len=64, vocab=512)
+NO_IDS = np.empty(0, np.int32)
 Read = Callable[..., Any]
 
 
@@ -338,3 +339,30 @@ def test_the_shipped_example_is_forty_good_rows(tokenizer: Tokenizer) -> None:
         found = [reader.read(row) for row in range(len(index))]
     assert len(found) >= 40
     assert [one for one in found if isinstance(one, RowRefused)] == []
+
+
+def test_a_row_read_again_with_its_ids_is_the_same_and_no_template_is_run(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "input.jsonl"
+    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [], "documents": []}
+    lines = [line("a", CHAT, **chat), line("b", prompt=["one", "two"], n=2, add_special_tokens=False),
+             line("c", prompt="x", unknown=1), line("d", CHAT, messages=[{"role": 1}])]  # fmt: skip
+    path.write_text("\n".join(json.dumps(entry) for entry in lines))
+    index = scan_requests(path)
+    assert index.first_prompt().tolist() == [0, 1, 3, 4, 5]
+    with RequestReader(path, index, tokenizer, LIMITS) as reader:
+        first = [reader.read(row) for row in range(4)]
+        for name in ("encode", "render_chat"):
+            monkeypatch.setattr(Tokenizer, name, None)
+        for row, before in enumerate(first):
+            known = [one.prompt for one in before] if isinstance(before, tuple) else [np.zeros(1, np.int32)]
+            again = reader.read(row, known)
+            assert type(again) is type(before) is (tuple if row < 2 else RowRefused)
+            if isinstance(before, tuple) and isinstance(again, tuple):
+                assert [one.prompt.tolist() for one in again] == [one.prompt.tolist() for one in before]
+                assert [replace(one, prompt=NO_IDS) for one in again] == [replace(one, prompt=NO_IDS) for one in before]
+            else:
+                assert again == before
+        with pytest.raises(InputError, match=r"4 samples of 2 prompts .* asks for 2 of 1"):
+            reader.read(1, [np.zeros(1, np.int32)])

@@ -1,0 +1,152 @@
+"""In which order the units of a job are read when prompts share prefixes: by worth, with the deadlines and the ageing
+of `fairness` (law 6).
+
+A unit (`share_plan`) goes to one rank together, so it is read together: rows stand by priority, then by deadline, then
+by the worth of their unit, its expected answer tokens for each prompt token that it computes, highest first: what
+decodes long should begin early, and prefill fills its steps.  Where members of a unit differ in priority or deadline it
+is several units here.  Worths change as lengths of answers become known, so the order is made turn by turn (`sort`).
+
+The bound of `fairness` holds for every row: with i rows before it, it is read at the latest as number
+(ageing + 1) * (i + 1), its due.  Units are longer than a turn, so the oldest row is paid in advance:
+
+- a unit is read whole only where the oldest row is not due before its end;
+- else it is the oldest row's turn: alone, where a more urgent class waits; else with as much of its unit as can be
+  read before another row is due, and a unit of the same class goes before it only where this is all of it then too.
+
+Rows are paid in the order of the input, each is due `ageing` + 1 turns after the one before it, and no row that is
+left is overdue; so paying one by one always is enough.  Units of at most `ageing` + 1 rows are never parted for their
+own class.  Where larger ones lie scattered over the input the bound alone decides, and they come in parts of about
+`ageing` + 1 rows.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bgmpi.fairness import Wishes, levels_among
+from bgmpi.primitives import Ids
+
+
+class UnitOrder:
+    """The rows of a job that are to be read, by units.
+
+    rows: int64 [n], ascending; unit: int32 [n], -1 for a row that stands alone; place: int32 [n], smaller is earlier
+    within a unit; prefill: int64 [n], prompt tokens that each row computes behind those before it.
+    """
+
+    def __init__(
+        self, rows: Ids, unit: NDArray[np.int32], place: NDArray[np.int32], prefill: NDArray[np.int64], wishes: Wishes
+    ) -> None:
+        count = len(rows)
+        self._rows = rows
+        self._ageing = wishes.ageing
+        level = levels_among(rows, wishes)
+        deadline = np.zeros(count, np.float32) if wishes.deadline is None else wishes.deadline[rows]
+        alone = unit.max(initial=-1) + 1 + np.arange(count)
+        unit = np.where(unit < 0, alone, unit)
+        members = np.lexsort((place, deadline, level, unit))
+        new = np.zeros(count, bool)
+        new[:1] = True
+        for key in (unit[members], level[members], deadline[members]):
+            new[1:] |= key[1:] != key[:-1]
+        begin = np.flatnonzero(new)
+        #: rows by number among `rows`, unit by unit
+        self._members: NDArray[np.int32] = members.astype(np.int32)
+        self._begin: NDArray[np.int32] = np.append(begin, count).astype(np.int32)
+        self._group: NDArray[np.int32] = np.empty(count, np.int32)
+        self._group[members] = np.cumsum(new) - 1
+        self._level: NDArray[np.int32] = level[members[begin]]
+        self._deadline: NDArray[np.float32] = deadline[members[begin]]
+        self._prefill = self._sums(prefill)
+        self._unread: NDArray[np.int32] = np.diff(self._begin)
+        #: the next row that is left from each on; n where there is none
+        self._next = array("i", range(count + 1))
+        self._turn = 0
+        self._strict: NDArray[np.int32] = np.empty(0, np.int32)
+        self._head = 0
+
+    @property
+    def left(self) -> int:
+        """Rows that were not read yet."""
+        return len(self._rows) - self._turn
+
+    def sort(self, decode: NDArray[np.float64]) -> None:
+        """Order the units that are left by these expected answer tokens of each row, float64 [n]."""
+        unread = np.flatnonzero(self._unread)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            worth = np.where(self._prefill > 0, self._sums(decode) / self._prefill, np.inf)[unread]
+        first = np.minimum.reduceat(self._members, self._begin[:-1])[unread] if len(unread) else unread
+        keys = (first, -worth, self._deadline[unread], self._level[unread])
+        self._strict = unread[np.lexsort(keys)].astype(np.int32)
+        self._head = 0
+
+    def next(self) -> tuple[list[int], int]:
+        """Return the rows of the next unit, or part of one, and how urgent its turn is (`fairness.Turns`).
+
+        Only while rows are left, and after `sort`.
+        """
+        while not self._unread[self._strict[self._head]]:
+            self._head += 1
+        head, oldest = int(self._strict[self._head]), self._from(0)
+        group = int(self._group[oldest])
+        room = self._room(head)
+        if group != head and room >= self._unread[head] and self._may_wait(head, group):
+            group = head
+        elif self._is_less_urgent(group, head):
+            room = 1
+        else:
+            room = self._room(group)
+        places = self._part(group, room, oldest)
+        for place in places:
+            self._next[place] = place + 1
+        self._turn += len(places)
+        self._unread[group] -= len(places)
+        return self._rows[places].tolist(), int(self._level[head])
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _sums(self, values: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Sum values of rows by unit."""
+        if not len(values):
+            return np.empty(0)
+        return np.add.reduceat(values[self._members], self._begin[:-1], dtype=np.float64)
+
+    def _from(self, place: int) -> int:
+        """Return the first row that is left from this one on, n where there is none."""
+        after = self._next
+        while after[place] != place:
+            after[place] = after[after[place]]
+            place = after[place]
+        return place
+
+    def _room(self, *groups: int) -> int:
+        """Return how many turns there are before the first row outside of these units is due."""
+        place = self._from(0)
+        while place < len(self._rows) and self._group[place] in groups:
+            place = self._from(place + 1)
+        return self.left if place == len(self._rows) else (self._ageing + 1) * (place + 1) - 1 - self._turn
+
+    def _is_less_urgent(self, group: int, than: int) -> bool:
+        keys = [(int(self._level[one]), float(self._deadline[one])) for one in (group, than)]
+        return keys[0] > keys[1]
+
+    def _may_wait(self, head: int, group: int) -> bool:
+        """Say whether the oldest row's unit loses nothing when `head` goes before it."""
+        if self._is_less_urgent(group, head):
+            return True
+        return self._room(head, group) >= int(self._unread[head] + self._unread[group])
+
+    def _part(self, group: int, room: int, oldest: int) -> list[int]:
+        """Return the next rows of a unit, at most `room`: those that are due by then first, the others in their order;
+        of a part the oldest row of all is one."""
+        members = self._members[self._begin[group] : self._begin[group + 1]].tolist()
+        unread = [place for place in members if self._next[place] == place]
+        room = min(room, len(unread))
+        due = (self._turn + room) // (self._ageing + 1)  # so many rows of the input
+        if room < len(unread):
+            due = max(due, oldest + 1)
+        first = sorted(place for place in unread if place < due)
+        return (first + [place for place in unread if place >= due])[:room]
