@@ -227,7 +227,11 @@ def test_c28_without_the_flag_answers_part_where_two_tokens_are_nearly_equal(
 
 
 #: How a shared prefix is treated.
-PREFIXES: dict[str, list[str]] = {"computed again": []}
+PREFIXES: dict[str, list[str]] = {
+    "computed again": ["--prefix-sharing", "off"],
+    "shared": [],
+    "shared on one level": ["--prefix-sharing", "one-level"],
+}
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -245,7 +249,7 @@ def test_c30_a_prompt_answers_alike_again_and_when_its_beginning_was_there_befor
         greedy(models["mixtral"], together, tmp_path / "together.h5", *pages, *PREFIXES[prefix]),
         greedy(models["mixtral"], together, tmp_path / "chunks.h5", *pages, "--max-num-batched-tokens", "16",
                *PREFIXES[prefix]),
-        greedy(models["mixtral"], alone, tmp_path / "alone.h5", *pages),
+        greedy(models["mixtral"], alone, tmp_path / "alone.h5", *pages, "--prefix-sharing", "off"),
     ]
     jobs.run_jobs(1, words, tmp_path)
     second, first = answers(tmp_path / "alone.h5")

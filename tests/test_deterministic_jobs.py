@@ -3,7 +3,7 @@
 A sparse and a latent family run on 1 to 4 ranks: in tiny micro-batches and chunks, in atomic passes, with all
 primitives by force, with KV in place, streamed, in memory so small that sequences are computed again, and on a disk,
 with weights through a ring and with several threads; then a rank is killed and others go on.  The reference is one rank
-with the default shape.  Without the flag most of these differ in bits; `test_tokens_unchanged` says what then holds.
+with the default shape.  A second job shares prefixes on two levels, and its reference computes each prompt by itself.  Without the flag most of these differ in bits; `test_tokens_unchanged` says what then holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jobs
 import launch
 import pytest
 from kill_at import kill_words
-from test_tokens_unchanged import LONGEST, architecture, bodies
+from test_tokens_unchanged import LONGEST, architecture, bodies, shared_bodies
 from tokenizers_for_tests import make_tokenizer
 
 from bgmpi.trace import read_deeds
@@ -109,6 +109,32 @@ def test_every_bit_is_the_same_whatever_the_job_goes_through(
         assert not wrong, f"{family} on {ranks} ranks, {name}: other bits in {wrong}"
         deeds |= {deed.what for deed in read_deeds(f"{output}.trace")}
     assert {"yield"} | ({"migrate", "partition"} if ranks > 1 else set()) <= deeds, deeds
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.mpi(3))])
+def test_every_bit_is_the_same_on_hit_and_miss(
+    work: tuple[Path, Path, dict[str, Answers]], ranks: int, tmp_path: Path
+) -> None:
+    """Each prompt by itself on one rank; shared on all levels and on one, by force, in tiny chunks and streamed."""
+    root = work[0]
+    wishes = [body | {"logprobs": 2} if "n" not in body else body for body in shared_bodies()]
+    requests = jobs.write_requests(tmp_path / "shared.jsonl", wishes)
+    alone, cases = [], []
+    for family in FAMILIES:
+        ways = shapes(root / family, ranks, tmp_path)
+        alone.append(words(root, requests, family, tmp_path / f"{family}.h5", "--prefix-sharing", "off"))
+        for name in ("everything by force", "tiny batches and chunks", "streamed KV"):
+            cases.append((family, name, ways[name]))
+        cases.append((family, "on one level", ["--prefix-sharing", "one-level", "--page-tokens", "4"]))
+    jobs.run_jobs(1, alone, tmp_path)
+    commands = [words(root, requests, family, tmp_path / f"{i}.h5", *way) for i, (family, _, way) in enumerate(cases)]
+    ended = jobs.run_jobs(ranks, commands, tmp_path, limit=600)
+    assert ended.stderr.count("sharing prefixes leaves") == len(cases)
+    for number, (family, name, _) in enumerate(cases):
+        got, expected = answers(tmp_path / f"{number}.h5"), answers(tmp_path / f"{family}.h5")
+        wrong = [part for part in BITS if got[part] != expected[part]]
+        assert not wrong, f"{family} on {ranks} ranks, {name}: other bits in {wrong}"
 
 
 @pytest.mark.faults
