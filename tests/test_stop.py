@@ -13,6 +13,7 @@ import launch
 import pytest
 from signal_at import signal_words
 from test_resume import Answers, finished, run, words, work
+from test_tokens_unchanged import shared_bodies
 
 from bgmpi.io.segments import parts_folder
 
@@ -127,3 +128,26 @@ def test_saved_kv_is_read_back_unless_it_is_of_other_tokens_and_the_answers_are_
         (prompt,) = re.findall(r"([\d,]+) prompt,", ended.stdout)
         computed.append(int(prompt.replace(",", "")))
     assert 0 < computed[1] - computed[0] <= tokens
+
+
+@pytest.mark.parametrize("further", [1, pytest.param(2, marks=pytest.mark.mpi(2))])
+def test_what_sequences_share_is_saved_once_and_read_back_once(
+    work: tuple[Path, Path, Answers], tmp_path: Path, further: int
+) -> None:
+    """Stopped while groups decode; the pages that members borrow are in the file once, and once in memory again."""
+    model, output = work[0], tmp_path / "out.h5"
+    requests = jobs.write_requests(tmp_path / "shared.jsonl", shared_bodies())
+    alone = tmp_path / "alone.h5"
+    run(1, *words(model, requests, alone, "--prefix-sharing", "off"), expect=0)
+    pages = ("--page-tokens", "4", "--max-num-seqs", "64")
+    run(1, *words(model, requests, output, "--checkpoint-kv", "stop", *pages), expect=75,
+        before=signal_words(0, "TERM", STEP, 6))
+    (path,) = parts_folder(output).glob("kv-*.h5")
+    with h5py.File(path, "r") as file:
+        count, saved, named, tokens = (len(file["row"]), len(file["pages"]), len(file["places"]), file["with_kv"][:])
+    assert named >= tokens.sum() / 4 and saved < 0.6 * named
+    ended = run(further, *words(model, requests, output, *pages), expect=0)
+    assert f"KV of {count} begun sequences is read" in ended.stderr
+    assert jobs.tokens_of(output) == jobs.tokens_of(alone)
+    (prompt,) = re.findall(r"([\d,]+) prompt,", ended.stdout)
+    assert int(prompt.replace(",", "")) < sum(len(body["prompt"]) for body in shared_bodies()) / 4, "computed again"
