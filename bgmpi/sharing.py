@@ -32,7 +32,7 @@ class Sharing:
     def __init__(self, prompts: Prompts, plan: SharePlan, rows: Ids, wishes: Wishes, most: int) -> None:
         self.ledger = PrefixLedger(plan, prompts.weight)
         self._plan, self._weight, self._first = plan, prompts.weight, prompts.first
-        self._caps = _caps(prompts, rows, most)
+        self._caps = caps_of(prompts, rows, most)
         self._sequences = _by_row(prompts.weight, prompts.first)[rows]
         prefill = _by_row(own_tokens(plan, prompts.weight, prompts.store.lengths), prompts.first)[rows]
         leading = _leading(plan, prompts.first)[rows]
@@ -73,7 +73,7 @@ def sharing_of(prompts: Prompts | None, rows: Ids, wishes: Wishes, most: int) ->
     return Sharing(prompts, prompts.plan, rows, wishes, most)
 
 
-def _caps(prompts: Prompts, rows: Ids, most: int) -> Counts:
+def caps_of(prompts: Prompts, rows: Ids, most: int) -> Counts:
     """Return the most tokens that an answer of each row can have, by its first prompt, int64 [n]."""
     room = most - prompts.store.lengths[prompts.first[rows]].astype(np.int64)
     asked = prompts.cap[rows].astype(np.int64)
