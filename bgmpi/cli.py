@@ -203,7 +203,8 @@ def _become_mpiexec(ranks: int, threads: int | None, words: Sequence[str], envir
 def _plan(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Print what a run with these words would share."""
     if "-h" in words or "--help" in words:
-        sys.stdout.write("bgmpi plan takes the options of bgmpi run, and does no work.\n\n" + run_parser().format_help())
+        sys.stdout.write("bgmpi plan takes the options of bgmpi run, and does no work.\n\n")
+        sys.stdout.write(run_parser().format_help())
         return ExitCode.OK
     config = _configure(words, environ)
     from bgmpi.preview import preview

@@ -32,8 +32,8 @@ class Sharing:
     def __init__(self, prompts: Prompts, plan: SharePlan, rows: Ids, wishes: Wishes, most: int) -> None:
         self.ledger = PrefixLedger(plan, prompts.weight)
         self._plan, self._weight, self._first = plan, prompts.weight, prompts.first
-        self._caps = caps_of(prompts, rows, most)
-        self._sequences = _by_row(prompts.weight, prompts.first)[rows]
+        self._caps = caps_of(prompts, rows, most).astype(np.int32)
+        self._sequences = _by_row(prompts.weight, prompts.first)[rows].astype(np.int32)
         prefill = _by_row(own_tokens(plan, prompts.weight, prompts.store.lengths), prompts.first)[rows]
         leading = _leading(plan, prompts.first)[rows]
         self.order = UnitOrder(rows, plan.unit[leading], plan.node[leading], prefill, wishes)

@@ -60,7 +60,7 @@ class UnitOrder:
         self._group[members] = np.cumsum(new) - 1
         self._level: NDArray[np.int32] = level[members[begin]]
         self._deadline: NDArray[np.float32] = deadline[members[begin]]
-        self._prefill = self._sums(prefill)
+        self._prefill = self._sums(prefill).astype(np.float32)
         self._unread: NDArray[np.int32] = np.diff(self._begin)
         #: the next row that is left from each on; n where there is none
         self._next = array("i", range(count + 1))

@@ -38,7 +38,10 @@ with ExitStack() as stack:
         job = replace(job, config=replace(job.config, input_file=requests + ".elsewhere"))
     reads = []
     whole = tokenising.PieceReader.read
-    tokenising.PieceReader.read = lambda self, piece, beat: (reads.append(len(piece.offset)), whole(self, piece, beat))[1]
+    def read(self, piece, beat):
+        reads.append(len(piece.offset))
+        return whole(self, piece, beat)
+    tokenising.PieceReader.read = read
     ended = np.zeros(int(job.index.samples.sum()), bool) if job.index is not None else None
     if ended is not None:
         ended[3:6] = True
