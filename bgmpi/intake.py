@@ -164,6 +164,8 @@ class Intake:
         events += arriving.events()
         if not self._order.left and not self._ended:
             self._ended = True
+            if self._prompts is not None:
+                self._prompts.store.close()  # before the folder that it lies in goes
             events.append(InputEnded())
         return events
 

@@ -43,8 +43,9 @@ class Sharing:
 
     def learn(self, answered: Iterable[Counts]) -> None:
         """Take one round's answers, int64 [k, 2] each, and sort what is left anew where they tell something new."""
-        for one in answered:
-            self._lengths.learn(one)
+        ended = [one for one in answered if len(one)]
+        if ended:
+            self._lengths.learn(np.concatenate(ended))
         self._rounds += 1
         if self._rounds >= _SORT_ROUNDS and self._lengths.moved(self._sorted_by):
             self._sort()

@@ -173,4 +173,5 @@ def test_without_a_plan_rows_come_as_ever(tmp_path: Path) -> None:
     )  # fmt: skip
     one = arrived(plain.read(99))
     assert one.sequences.tolist() == [0, 1, 2, 3] and not len(one.unit) and not len(one.shared)
+    assert intake._prompts.store.closed, "nothing is left to read"
     assert all(not item.prefixes for item in plain.take(one.sequences)) and plain.take_closed() == []
