@@ -40,8 +40,8 @@ class AnswerLengths:
         self._caps += np.bincount(bucket, answered[:, 0], _BUCKETS)
         self._tokens += np.bincount(bucket, answered[:, 1], _BUCKETS)
 
-    def expected(self, cap: Counts) -> NDArray[np.float64]:
-        """Return the tokens that answers of these caps, int64 [n], should have, float64 [n]."""
+    def expected(self, cap: NDArray[np.int64] | NDArray[np.int32]) -> NDArray[np.float64]:
+        """Return the tokens that answers of these caps, [n], should have, float64 [n]."""
         expected: NDArray[np.float64] = cap * self.share[_bucket(cap)]
         return expected
 
@@ -50,6 +50,6 @@ class AnswerLengths:
         return bool((np.abs(self.share - since) > _MUCH * since).any())
 
 
-def _bucket(cap: Counts) -> NDArray[np.int64]:
+def _bucket(cap: NDArray[np.int64] | NDArray[np.int32]) -> NDArray[np.int64]:
     """Return how many binary digits each cap has, int64 [n]."""
     return np.frexp(cap.astype(np.float64))[1].astype(np.int64)

@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["run"]:
             return _run(words[1:], os.environ, ends=argv is None)
+        if words[:1] == ["plan"]:
+            return _plan(words[1:], os.environ)
         return _other(words)
     except BgmpiError as error:
         if _should_tell(error, launch_rank(os.environ)):
@@ -73,6 +75,8 @@ def _parser() -> Parser:
     result.add_argument("--version", action="version", version=f"bgmpi {bgmpi.__version__}")
     commands = result.add_subparsers(metavar="command", required=True)
     commands.add_parser("run", help="run a batch of requests (bgmpi run --help)", add_help=False)
+
+    commands.add_parser("plan", help="say what prompts share, and what that saves, before any work", add_help=False)
 
     export = commands.add_parser("export", help="write results as OpenAI batch output lines", allow_abbrev=False)
     export.add_argument("results", help="a results file, HDF5")
@@ -191,6 +195,25 @@ def _become_mpiexec(ranks: int, threads: int | None, words: Sequence[str], envir
     sys.stderr.flush()
     command = launch_command(mpiexec, sys.executable, ranks, words)
     os.execvpe(mpiexec, command, {**environ, "OMP_NUM_THREADS": str(each)})
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------
+
+
+def _plan(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Print what a run with these words would share."""
+    if "-h" in words or "--help" in words:
+        sys.stdout.write("bgmpi plan takes the options of bgmpi run, and does no work.\n\n")
+        sys.stdout.write(run_parser().format_help())
+        return ExitCode.OK
+    config = _configure(words, environ)
+    from bgmpi.preview import preview
+    from bgmpi.world import open_world
+
+    log.configure(0, gethostname(), config.log_level)
+    with open_world(allow_mismatch=config.allow_rank_mismatch) as world:
+        sys.stdout.write(preview(config, world) + "\n")
+    return ExitCode.OK
 
 
 # --- the small commands -------------------------------------------------------------------------------------------

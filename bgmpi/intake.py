@@ -1,8 +1,9 @@
 """Rank 0 reads ahead: rows of the input become requests, and requests become work for ranks.
 
 Only as many requests are held as the scheduler wants to see, so memory does not grow with the input; in which order
-they are read is the matter of `fairness`, or of `unit_order` where prompts share prefixes.  A row that cannot run becomes an error row at once and harms no other.  Rows that an earlier attempt ended are not even read, and
-what it had of unfinished ones goes along with them.  It decides nothing about placement.
+they are read is the matter of `fairness`, or of `unit_order` where prompts share prefixes.  A row that cannot run
+becomes an error row at once and harms no other.  Rows that an earlier attempt ended are not even read, and what it had
+of unfinished ones goes along with them.  It decides nothing about placement.
 """
 
 from __future__ import annotations
@@ -163,6 +164,8 @@ class Intake:
         events += arriving.events()
         if not self._order.left and not self._ended:
             self._ended = True
+            if self._prompts is not None:
+                self._prompts.store.close()  # before the folder that it lies in goes
             events.append(InputEnded())
         return events
 

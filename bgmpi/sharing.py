@@ -32,8 +32,8 @@ class Sharing:
     def __init__(self, prompts: Prompts, plan: SharePlan, rows: Ids, wishes: Wishes, most: int) -> None:
         self.ledger = PrefixLedger(plan, prompts.weight)
         self._plan, self._weight, self._first = plan, prompts.weight, prompts.first
-        self._caps = _caps(prompts, rows, most)
-        self._sequences = _by_row(prompts.weight, prompts.first)[rows]
+        self._caps = caps_of(prompts, rows, most).astype(np.int32)
+        self._sequences = _by_row(prompts.weight, prompts.first)[rows].astype(np.int32)
         prefill = _by_row(own_tokens(plan, prompts.weight, prompts.store.lengths), prompts.first)[rows]
         leading = _leading(plan, prompts.first)[rows]
         self.order = UnitOrder(rows, plan.unit[leading], plan.node[leading], prefill, wishes)
@@ -43,8 +43,9 @@ class Sharing:
 
     def learn(self, answered: Iterable[Counts]) -> None:
         """Take one round's answers, int64 [k, 2] each, and sort what is left anew where they tell something new."""
-        for one in answered:
-            self._lengths.learn(one)
+        ended = [one for one in answered if len(one)]
+        if ended:
+            self._lengths.learn(np.concatenate(ended))
         self._rounds += 1
         if self._rounds >= _SORT_ROUNDS and self._lengths.moved(self._sorted_by):
             self._sort()
@@ -73,7 +74,7 @@ def sharing_of(prompts: Prompts | None, rows: Ids, wishes: Wishes, most: int) ->
     return Sharing(prompts, prompts.plan, rows, wishes, most)
 
 
-def _caps(prompts: Prompts, rows: Ids, most: int) -> Counts:
+def caps_of(prompts: Prompts, rows: Ids, most: int) -> Counts:
     """Return the most tokens that an answer of each row can have, by its first prompt, int64 [n]."""
     room = most - prompts.store.lengths[prompts.first[rows]].astype(np.int64)
     asked = prompts.cap[rows].astype(np.int64)

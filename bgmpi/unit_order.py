@@ -34,7 +34,8 @@ class UnitOrder:
     """The rows of a job that are to be read, by units.
 
     rows: int64 [n], ascending; unit: int32 [n], -1 for a row that stands alone; place: int32 [n], smaller is earlier
-    within a unit; prefill: int64 [n], prompt tokens that each row computes behind those before it.
+    within a unit, equal for rows that should not be parted where a unit is; prefill: int64 [n], prompt tokens that each
+    row computes behind those before it.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class UnitOrder:
         for key in (unit[members], level[members], deadline[members]):
             new[1:] |= key[1:] != key[:-1]
         begin = np.flatnonzero(new)
+        self._place = place
         #: rows by number among `rows`, unit by unit
         self._members: NDArray[np.int32] = members.astype(np.int32)
         self._begin: NDArray[np.int32] = np.append(begin, count).astype(np.int32)
@@ -60,7 +62,7 @@ class UnitOrder:
         self._group[members] = np.cumsum(new) - 1
         self._level: NDArray[np.int32] = level[members[begin]]
         self._deadline: NDArray[np.float32] = deadline[members[begin]]
-        self._prefill = self._sums(prefill)
+        self._prefill = self._sums(prefill).astype(np.float32)
         self._unread: NDArray[np.int32] = np.diff(self._begin)
         #: the next row that is left from each on; n where there is none
         self._next = array("i", range(count + 1))
@@ -140,13 +142,20 @@ class UnitOrder:
         return self._room(head, group) >= int(self._unread[head] + self._unread[group])
 
     def _part(self, group: int, room: int, oldest: int) -> list[int]:
-        """Return the next rows of a unit, at most `room`: those that are due by then first, the others in their order;
-        of a part the oldest row of all is one."""
+        """Return the next rows of a unit, at most `room`: those that are due by then first, the others in their order.
+
+        A part has the oldest row of all and those of its place, and ends where a place does, if it can.
+        """
         members = self._members[self._begin[group] : self._begin[group + 1]].tolist()
         unread = [place for place in members if self._next[place] == place]
         room = min(room, len(unread))
         due = (self._turn + room) // (self._ageing + 1)  # so many rows of the input
         if room < len(unread):
             due = max(due, oldest + 1)
+            place = self._place[unread]
+            begin = int(np.argmax(place == self._place[oldest]))
+            unread, place = unread[begin:] + unread[:begin], np.roll(place, -begin)
+            ends = np.flatnonzero(place[:room] != place[1 : room + 1]) + 1
+            room = int(ends[-1]) if len(ends) else room
         first = sorted(place for place in unread if place < due)
         return (first + [place for place in unread if place >= due])[:room]

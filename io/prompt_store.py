@@ -57,8 +57,13 @@ class PromptStore:
         self.close()
 
     def close(self) -> None:
-        """Let the file go."""
+        """Let the file go.  May be called twice."""
         self._file.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was let go."""
+        return self._file.closed
 
     def append(self, prompts: NDArray[np.int64], lengths: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
         """Put in prompts, int64 [k], of these lengths, int64 [k]; their tokens, int32 [sum], one after the other.

@@ -122,7 +122,8 @@ def test_edited_new_and_reordered_rows_find_their_answers(work: tuple[Path, Path
     for number, row in enumerate(rows):  # a row without a seed is keyed by its number
         row["body"].setdefault("seed", number)
     mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(1, *words(model, mine, output), before=tuple(kill_words(0, "bgmpi.executor:Executor.step", "before", 25)))
+    in_order = words(model, mine, output, "--ageing", "0")
+    run(1, *in_order, before=tuple(kill_words(0, "bgmpi.executor:Executor.step", "before", 25)))
     kept = [row for row, sample in finished(output) if sample >= 0]
     assert 1 in kept
     rows[1]["body"]["max_tokens"] = 7
@@ -165,7 +166,8 @@ def test_the_whole_answer_is_not_computed_again(work: tuple[Path, Path, Answers]
 def test_a_damaged_segment_costs_its_rows_and_is_named(work: tuple[Path, Path, Answers], tmp_path: Path) -> None:
     model, requests, expected = work
     output = tmp_path / "out.h5"
-    run(1, *words(model, requests, output), before=tuple(kill_words(0, "bgmpi.executor:Executor.step", "before", 30)))
+    in_order = words(model, requests, output, "--ageing", "0")
+    run(1, *in_order, before=tuple(kill_words(0, "bgmpi.executor:Executor.step", "before", 30)))
     segments = sorted(parts_folder(output).glob("segment-*.h5"))
     assert len(segments) >= 3
     segments[0].unlink()

@@ -11,6 +11,7 @@ import checkpoints
 import launch
 import numpy as np
 import pytest
+from signal_at import signal_words
 from tokenizers_for_tests import make_tokenizer
 
 #: Words: the model's folder, the input, a folder for the ids, a rank that must not find the input (-1: none), and where
@@ -38,7 +39,10 @@ with ExitStack() as stack:
         job = replace(job, config=replace(job.config, input_file=requests + ".elsewhere"))
     reads = []
     whole = tokenising.PieceReader.read
-    tokenising.PieceReader.read = lambda self, piece, beat: (reads.append(len(piece.offset)), whole(self, piece, beat))[1]
+    def read(self, piece, beat):
+        reads.append(len(piece.offset))
+        return whole(self, piece, beat)
+    tokenising.PieceReader.read = read
     ended = np.zeros(int(job.index.samples.sum()), bool) if job.index is not None else None
     if ended is not None:
         ended[3:6] = True
@@ -135,3 +139,18 @@ def test_a_rank_whose_node_lacks_the_input_takes_no_part(ranks: int, model: Path
     assert reads[1] == 0 < min(reads[0], reads[2]) and sum(reads) == sum(alone.pop("reads"))
     assert spread == alone
     assert "1 of 3 ranks take no part" in ended.stderr, ended
+
+
+@launch.on_ranks(2)
+def test_a_signal_while_prompts_are_read_stops_all_ranks_and_the_job_can_run_again(
+    ranks: int, model: Path, tmp_path: Path
+) -> None:
+    requests, output = write_input(tmp_path), tmp_path / "out.h5"
+    words = ["run", "--model", model, "-i", requests, "-o", output, "--dtype", "float32", "--progress", "off",
+             "--max-tokens", "3"]  # fmt: skip
+    victim = signal_words(1, "TERM", "bgmpi.tokenising:PieceReader.read", 1)
+    ended = launch.mpiexec(ranks, [*victim, *words], expect=75)
+    assert "SIGTERM came before the first step" in ended.stderr and "Traceback" not in ended.stderr, ended
+    assert not output.exists()
+    launch.bgmpi(ranks, *words, expect=3)
+    assert output.exists()

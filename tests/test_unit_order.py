@@ -131,6 +131,16 @@ def test_ageing_0_is_the_order_of_the_input() -> None:
     assert [rows for rows, _ in turns(order_of(unit, np.arange(7.0), Wishes()))] == [[0], [1], [2, 3], [4], [5, 6]]
 
 
+def test_a_unit_is_parted_between_places_where_that_can_be() -> None:
+    # Two documents of 4 sections of 16 rows each, a unit a document, scattered over the input like dealt cards.
+    rows = np.arange(128)
+    unit, place = (rows % 2).astype(np.int32), (rows % 8).astype(np.int32)
+    order = UnitOrder(rows, unit, place, np.ones(128, np.int64), Wishes(ageing=15))
+    order.sort(np.zeros(128))
+    found = [rows for rows, _ in turns(order)]
+    assert len(found) == 8 and all(len(set(place[rows].tolist())) == 1 for rows in found)
+
+
 def test_large_scattered_units_come_in_parts_of_about_ageing_rows() -> None:
     unit = np.arange(256, dtype=np.int32) % 4
     found = turns(order_of(unit, np.zeros(256), Wishes(ageing=15)))
