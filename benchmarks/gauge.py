@@ -40,6 +40,8 @@ class Gauge:
         self._last = 0.0
         self._looks: list[tuple[float, float]] = []
         self._look_of_step: list[int] = []
+        #: seconds spent in looking before each step began, all together
+        self.seconds_before_step: list[float] = []
         self.paused = 0.0
 
     def before_step(self) -> None:
@@ -47,6 +49,7 @@ class Gauge:
         if time.perf_counter() - self._last >= self._every:
             self.look()
         self._look_of_step.append(len(self._looks) - 1)
+        self.seconds_before_step.append(self.paused)
 
     def look(self) -> None:
         """Measure both ceilings once."""

@@ -49,6 +49,7 @@ from bgmpi.prefix_groups import lifted_groups
 from bgmpi.prefix_tree import PrefixTreeBuilder
 from bgmpi.report import Summary
 from bgmpi.share_plan import prefill_tokens, pruned, share_plan
+from bgmpi.unit_order import UnitOrder
 
 PAGE_TOKENS = 64
 TINY = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, head=16, experts=4, active=2, inner=64, vocab=32000,
@@ -260,35 +261,108 @@ def run_once(model: Path, requests: Path, folder: Path, threads: int, *words: st
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Let shared pages be attended like anybody's inside the block."""
-    with replaced(cpu_attention, "shares", lambda call: lambda *arguments: None):  # type: ignore[arg-type]
+    with replaced(cpu_attention, "shared_pages", lambda call: lambda *arguments: None):  # type: ignore[arg-type]
         yield
 
 
 @contextmanager
-def order_as_it_stands() -> Iterator[None]:
-    """Let units be read in the order of the input inside the block."""
-    from bgmpi import intake
-
-    with replaced(intake, "worth_of", lambda call: lambda *arguments: np.zeros(1)):  # type: ignore[arg-type]
+def order_of_the_input() -> Iterator[None]:
+    """Let units be read as their first rows stand inside the block."""
+    with replaced(UnitOrder, "sort", lambda call: lambda order, decode: call(order, np.zeros_like(decode))):
         yield
+
+
+@contextmanager
+def everything() -> Iterator[None]:
+    """Change nothing."""
+    yield
+
+
+#: Each part switched off: what is patched, and words of `bgmpi run`.
+PARTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], list[str]]] = {
+    "everything on": (everything, []),
+    "sharing off": (everything, ["--prefix-sharing", "off"]),
+    "shared attention off": (plain_attention, []),
+    "order off": (order_of_the_input, []),
+    "32 requests at once": (everything, ["--max-num-seqs", "32"]),
+}
+
+
+def parts_table(
+    title: str, shape: ModelShape, rows: list[Row], folder: Path, threads: int, repeats: int, *words: str
+) -> dict[str, float]:
+    """Run a job with each part switched off, taking turns; print the table -> BCT of each as a share of everything on,
+    and seconds of planning as a share of BCT."""
+    model, _ = make_work(Work(title, shape, _NO_LENGTHS))
+    requests = write_requests(rows, folder / "requests.jsonl")
+    runs: dict[str, Ran] = {name: Ran() for name in PARTS}
+    planned = 0.0
+    for _ in range(repeats):
+        for name, (patch, more) in PARTS.items():
+            with patch(), timed_plans() as plans:
+                seconds, summary = run_once(model, requests, folder, threads, *words, *more)
+            runs[name].seconds.append(seconds)
+            runs[name].summaries.append(summary)
+            if name == "everything on":
+                planned = max(planned, plans.seconds / seconds)
+    first = runs["everything on"]
+    print(f"{title}: {sum(row.samples for row in rows)} sequences, "
+          f"{sum(len(row.prompt) * row.samples for row in rows):,} prompt and "
+          f"{sum(row.answer * row.samples for row in rows):,} answer tokens; runs each: {repeats}, median\n"
+          f"{'':>24} {'BCT s':>8} {'of all on':>10} {'prompt tokens':>14} {'steps':>6} {'thin':>5} {'memory full':>12}")
+    figures: dict[str, float] = {"planning_share_of_bct": planned}
+    for name, ran in runs.items():
+        told = ran.summaries[0]
+        share = statistics.median(mine / other for mine, other in zip(ran.seconds, first.seconds, strict=True))
+        figures[name.replace(" ", "_")] = share
+        print(f"{name:>24} {ran.bct:>8.2f} {share:>10.2f} {told.prompt_tokens:>14,} {told.steps:>6} "
+              f"{told.thin_steps:>5} {told.full_steps:>12}", flush=True)
+    return figures
 
 
 def prefill_share(model: Path, requests: Path, shape: ModelShape, folder: Path, threads: int) -> float:
     """Run a job watched -> the share of the GEMM peak that its prefill steps reach."""
-    with gauged() as gauge, watched() as seen:
-        begun = gauge.paused
+    with watched() as seen, gauged() as gauge:
         run_once(model, requests, folder, threads)
-    assert begun == 0.0
     peaks = gauge.ceilings()[:, 0]
     at = np.array([step.begun for step in seen.steps])
+    looks = np.diff(np.array(gauge.seconds_before_step), prepend=0.0)
     done = spent = 0.0
     for place, step in enumerate(seen.steps[:-1]):
-        if step.is_prompt().mean() < PREFILL_SHARE or gauge.looked(place + 1):
-            continue  # the look at the ceilings lies between the two begins
+        if step.is_prompt().mean() < PREFILL_SHARE:
+            continue
         rows = np.ones(len(step.plan.ids), bool)
         done += flops(shape, step, rows, int(step.plan.emits.sum())) / peaks[place]
-        spent += at[place + 1] - at[place]
+        spent += at[place + 1] - at[place] - looks[place]
     return done / spent
+
+
+def time_tables(quick: bool, folder: Path, threads: int, repeats: int) -> tuple[dict[str, float], list[Limit]]:
+    """Run the job of the limits and the mixed one; print tables, return figures and limits."""
+    shape = SMALL.shape if quick else WORK_A.shape
+    rows = groups(*((4, 8, 300, 40, 12) if quick else (16, 16, 1000, 100, 50)), seed=3)
+    rows = [rows[place] for place in np.random.default_rng(5).permutation(len(rows)).tolist()]
+    made, _ = make_work(Work("groups", shape, _NO_LENGTHS))
+    share = prefill_share(made, write_requests(rows, folder / "requests.jsonl"), shape, folder, threads)
+    even = parts_table("groups", shape, rows, folder, threads, repeats)
+    scale = 4 if quick else 1
+    mixed = groups(6, 8, 200 // scale, 50 // scale, 160 // scale, seed=4)
+    mixed += groups(6, 8, 1500 // scale, 100 // scale, 8, seed=5)
+    mixed = [mixed[place] for place in np.random.default_rng(6).permutation(len(mixed)).tolist()]
+    page = SMALL.shape.layers * 2 * SMALL.shape.kv_heads * PAGE_TOKENS * SMALL.shape.head * 2
+    memory = ["--host-kv-memory", str((160 // scale + 40) * page), "--page-tokens", str(PAGE_TOKENS)]
+    uneven = parts_table("mixed groups", SMALL.shape, mixed, folder, threads, repeats, *memory)
+    ratio = 1 / even["sharing_off"]
+    print(f"prefill reaches {share:.2f} of the GEMM peak measured between its steps; sharing on / off {ratio:.3f}")
+    limits = [
+        Limit("bct_of_sharing_off", ratio, 0.27, "<="),
+        Limit("prefill_share_of_gemm_peak", share, 0.6, ">="),
+        Limit("planning_share_of_bct", even["planning_share_of_bct"], 0.01, "<="),
+    ]
+    figures = {"bct_of_sharing_off": ratio, "prefill_share_of_gemm_peak": share}
+    figures |= {f"groups_{name}": value for name, value in even.items()}
+    figures |= {f"mixed_{name}": value for name, value in uneven.items()}
+    return figures, limits
 
 
 def main() -> None:
@@ -296,7 +370,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Shared prefixes: tokens saved, time, and each part switched off.")
     parser.add_argument("--quick", action="store_true", help="few groups and the small model")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", choices=("tokens", "time", "parts"), help="one of the tables")
+    parser.add_argument("--only", choices=("tokens", "time"), help="one half of it")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each kind where time is measured")
     asked = parser.parse_args()
     figures: dict[str, float] = {}
     limits: list[Limit] = []
@@ -304,6 +379,10 @@ def main() -> None:
         folder = Path(name)
         if asked.only in (None, "tokens"):
             more, held = tokens_table(token_jobs(10 if asked.quick else 1), folder, asked.threads)
+            figures |= more
+            limits += held
+        if asked.only in (None, "time"):
+            more, held = time_tables(asked.quick, folder, asked.threads, asked.repeats)
             figures |= more
             limits += held
     print_line("prefix", figures, limits, quick=asked.quick)

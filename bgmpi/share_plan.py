@@ -23,6 +23,12 @@ from bgmpi.prefix_groups import best_groups
 from bgmpi.prefix_tree import PrefixTree
 
 Mode = Literal["multi-level", "one-level"]
+#: Tokens of an edge that are worth sharing: fewer are what templates begin with, and would tie all rows of a job
+#: together for next to nothing.
+LEAST_TOKENS = 16
+#: Sequences of a unit, and how many units each rank should find at least, so that a few large groups keep all ranks busy
+#: though each then computes what they share.
+UNIT_SEQUENCES, UNITS_A_RANK = 64, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,8 @@ def share_plan(
     length: NDArray[np.int64],
     *,
     mode: Mode,
-    least_tokens: int = 1,
-    unit_sequences: int = 64,
+    least_tokens: int = LEAST_TOKENS,
+    unit_sequences: int = UNIT_SEQUENCES,
 ) -> SharePlan:
     """Return the plan.
 
@@ -160,3 +166,10 @@ def _pieces(tree: PrefixTree, most: int) -> tuple[NDArray[np.int64], NDArray[np.
     owner[tree.begin[tops]] = tree.parent[tops]
     begins = np.flatnonzero(first)
     return begins, owner[begins]
+
+
+def sequences_of_unit(sequences: int, ranks: int) -> int:
+    """Return the most sequences of a unit in a job with so many of them."""
+    if ranks == 1:
+        return UNIT_SEQUENCES
+    return max(1, min(UNIT_SEQUENCES, sequences // (UNITS_A_RANK * ranks)))

@@ -32,16 +32,13 @@ from bgmpi.io.requests import RowRefused
 from bgmpi.prefix_tree import PrefixTree, PrefixTreeBuilder
 from bgmpi.prepare import Job, together
 from bgmpi.primitives import Ids
-from bgmpi.share_plan import Mode, SharePlan, share_plan
+from bgmpi.share_plan import Mode, SharePlan, sequences_of_unit, share_plan
 from bgmpi.world import World, decode
 
 #: Bytes of the input that all ranks read in one round, those of one rank at least, and its rows at most.
 _ROUND_BYTES, _LEAST_BYTES, _MOST_ROWS = 4 << 20, 1 << 14, 4096
 #: max_tokens of a row that sets none.
 NO_CAP = -1
-#: Tokens of an edge of the tree that are worth sharing: fewer are what templates begin with, and would tie all rows of a
-#: job together for next to nothing.
-LEAST_SHARED = 16
 _MOST_CAP = 2**31 - 1
 _LOG = logging.getLogger("bgmpi.tokenising")
 
@@ -121,7 +118,7 @@ def read_prompts(
         prompts, tree = gathered.prompts, gathered.tree(world.pulse.beat)
         prompts.plan = worthwhile(share_plan(
             tree, prompts.weight, prompts.store.lengths.astype(np.int64), mode=mode_of(job.config.prefix_sharing),
-            least_tokens=LEAST_SHARED,
+            unit_sequences=sequences_of_unit(int(prompts.weight.sum()), world.size),
         ))  # fmt: skip
         _tell(prompts, read - begun, time.perf_counter() - read)
         return prompts

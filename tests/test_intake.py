@@ -67,7 +67,8 @@ def intake_of(
     shareable = np.maximum(store.lengths.astype(np.int64) - 1, 0)
     tree = builder.build(prompts.weight, lambda some, page: store.pages(some, page, PAGE, shareable[some]))
     prompts.plan = share_plan(
-        tree, prompts.weight, store.lengths.astype(np.int64), mode="multi-level", unit_sequences=unit_sequences
+        tree, prompts.weight, store.lengths.astype(np.int64), mode="multi-level", least_tokens=1,
+        unit_sequences=unit_sequences
     )
     reader, answers = KnownRows(rows, prompts.cap.tolist(), (bad or set()) | (hidden or set())), []
     intake = Intake(
