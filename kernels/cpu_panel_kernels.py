@@ -1,0 +1,155 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""bfloat16 linear layers and experts by panels of rows (`panel_code`), on machines that add pairs of products.
+
+A task turns a panel of its weight rows and lets all its tokens pass it, six at a time, so that the panel stays in the
+core's second cache and is turned once.  Wide rows are taken in blocks of columns whose sums go on in memory; the order
+of a sum is the order of the columns in any case.  How a kernel is called stands in `cpu_dot_kernels`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from bgmpi.kernels.cpu_row_kernels import gate
+from bgmpi.kernels.panel_code import LANES, PAIR_BYTES, PANEL_ROWS, TILE_TOKENS, make_tile, turn_rows
+from bgmpi.kernels.task_code import draw
+from bgmpi.kernels.vector_code import at, narrow
+
+tile_6, tile_4, tile_2, tile_1 = (make_tile(tokens) for tokens in (TILE_TOKENS, 4, 2, 1))
+
+#: Pairs of columns in a block, so that two panels of them fit into a core's second cache.
+BLOCK_PAIRS = 1024
+#: Tokens whose sums a task holds at a time.
+GROUP = 96
+#: bfloat16, as `emit` numbers it.
+KIND = 1
+
+
+@njit
+def room(panels, pairs):
+    """Return memory for so many panels and the address in it that is a multiple of 64."""
+    width = (min(pairs, BLOCK_PAIRS) + LANES - 1) // LANES * LANES
+    held = np.empty(panels * width * PAIR_BYTES + 64, np.uint8)
+    return held, (held.ctypes.data + 63) // 64 * 64, width * PAIR_BYTES
+
+
+@njit
+def turn_panel(row, row_step, rows, pairs, panel):
+    """Turn `rows` rows, at most a panel of them."""
+    for v in range((rows + LANES - 1) // LANES):
+        turn_rows(row + v * LANES * row_step, row_step, rows - 1 - v * LANES, pairs, panel + 4 * LANES * v)
+
+
+@njit
+def pass_tokens(panel, pairs, token_list, tokens, out, out_step, fresh):
+    """out[t] += panel . token t for any number of tokens."""
+    t = 0
+    while t + TILE_TOKENS <= tokens:
+        tile_6(panel, pairs, token_list + 8 * t, out + out_step * t, out_step, fresh)
+        t += TILE_TOKENS
+    if t + 4 <= tokens:
+        tile_4(panel, pairs, token_list + 8 * t, out + out_step * t, out_step, fresh)
+        t += 4
+    if t + 2 <= tokens:
+        tile_2(panel, pairs, token_list + 8 * t, out + out_step * t, out_step, fresh)
+        t += 2
+    if t < tokens:
+        tile_1(panel, pairs, token_list + 8 * t, out + out_step * t, out_step, fresh)
+
+
+@njit
+def panels_of_task(rows_at, count, row_step, pairs, panel, panel_step, token_list, tokens, result, turned):
+    """result[t, panel i] = the `count` rows from rows_at[i] on . token t.  turned: the panels are there already."""
+    out_step = result.strides[0]
+    for begin in range(0, pairs, BLOCK_PAIRS):
+        some = min(BLOCK_PAIRS, pairs - begin)
+        for i in range(len(rows_at)):
+            here = panel + i * panel_step
+            if not turned or pairs > BLOCK_PAIRS:
+                turn_panel(rows_at[i] + 4 * begin, row_step, count, some, here)
+            pass_tokens(here, some, token_list.ctypes.data, tokens, result.ctypes.data + i * 4 * PANEL_ROWS, out_step,
+                        begin == 0)
+        for t in range(tokens):
+            token_list[t] += 4 * BLOCK_PAIRS
+
+
+@njit
+def up_task(word, task, panel, panel_step, rows_at, token_list, result):
+    """Run one panel of gate and one of up rows over all pairs of one expert, group by group."""
+    width, inner = word[7], word[8]
+    panels = (inner + PANEL_ROWS - 1) // PANEL_ROWS
+    e = carray(at(word[4] + 8 + 8 * (task // panels)), 1, np.int64)[0]
+    begin = task % panels * PANEL_ROWS
+    count = min(PANEL_ROWS, inner - begin)
+    span, token = carray(at(word[3] + 8 * e), 2, np.int64), carray(at(word[5]), word[10], np.int64)
+    rows_at[0] = carray(at(word[6] + 8 * e), 1, np.int64)[0] + begin * width * 2
+    rows_at[1] = rows_at[0] + inner * width * 2
+    for first in range(span[0], span[1], GROUP):
+        some = min(GROUP, span[1] - first)
+        for t in range(some):
+            token_list[t] = word[1] + token[first + t] * word[2]
+        panels_of_task(rows_at, count, width * 2, width // 2, panel, panel_step, token_list, some, result,
+                       first > span[0])
+        for t in range(some):
+            gate(result[t], count, PANEL_ROWS)
+            target = word[9] + ((first + t) * inner + begin) * 2
+            narrow(result.ctypes.data + t * result.strides[0], target, count, KIND)
+
+
+def experts_up(p):
+    """hidden = silu(gate) * up of every pair.
+
+    1 x, 2 x step, 3 first, 4 active experts, 5 token of pair, 6 weights int64 [E], 7 D, even, 8 I, 9 hidden [pairs, I],
+    10 pairs.
+    """
+    word = carray(p, 11, np.int64)
+    inner = word[8]
+    tasks = carray(at(word[4]), 1, np.int64)[0] * ((inner + PANEL_ROWS - 1) // PANEL_ROWS)
+    held, panel, panel_step = room(2, word[7] // 2)
+    rows_at, token_list = np.empty(2, np.int64), np.empty(GROUP, np.int64)
+    result = np.empty((GROUP, 3 * PANEL_ROWS), np.float32)
+    while True:
+        task = draw(word.ctypes.data)
+        if task >= tasks:
+            break
+        up_task(word, task, panel, panel_step, rows_at, token_list, result)
+    held[0] = 0  # it must live until here
+
+
+@njit
+def down_task(word, task, panel, panel_step, rows_at, token_list, result):
+    """Run one panel of down rows over all pairs of one expert, group by group."""
+    inner, width = word[5], word[6]
+    panels = (width + PANEL_ROWS - 1) // PANEL_ROWS
+    e = carray(at(word[3] + 8 + 8 * (task // panels)), 1, np.int64)[0]
+    begin = task % panels * PANEL_ROWS
+    count, span = min(PANEL_ROWS, width - begin), carray(at(word[2] + 8 * e), 2, np.int64)
+    rows_at[0] = carray(at(word[4] + 8 * e), 1, np.int64)[0] + begin * inner * 2
+    for first in range(span[0], span[1], GROUP):
+        some = min(GROUP, span[1] - first)
+        for t in range(some):
+            token_list[t] = word[1] + (first + t) * inner * 2
+        panels_of_task(rows_at, count, inner * 2, inner // 2, panel, panel_step, token_list, some, result,
+                       first > span[0])
+        for t in range(some):
+            target = word[7] + ((first + t) * width + begin) * 2
+            narrow(result.ctypes.data + t * result.strides[0], target, count, KIND)
+
+
+def experts_down(p):
+    """y of every pair.
+
+    1 hidden [pairs, I], 2 first, 3 active experts, 4 weights int64 [E], 5 I, even, 6 D, 7 y [pairs, D].
+    """
+    word = carray(p, 8, np.int64)
+    tasks = carray(at(word[3]), 1, np.int64)[0] * ((word[6] + PANEL_ROWS - 1) // PANEL_ROWS)
+    held, panel, panel_step = room(1, word[5] // 2)
+    rows_at, token_list = np.empty(1, np.int64), np.empty(GROUP, np.int64)
+    result = np.empty((GROUP, PANEL_ROWS), np.float32)
+    while True:
+        task = draw(word.ctypes.data)
+        if task >= tasks:
+            break
+        down_task(word, task, panel, panel_step, rows_at, token_list, result)
+    held[0] = 0  # it must live until here
