@@ -17,15 +17,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bgmpi.kernels.emit import F32, I32, I64, LANES, Bfloat16, first_lanes, load_lanes, pointer_to, splat, store_lanes
+from bgmpi.kernels.emit import F32, I32, I64, LANES, Bfloat16, first_lanes, load_lanes, pointer_to, prefetch, splat, store_lanes
 from bgmpi.kernels.vector_code import compiled_for_pairs
 
-#: Vectors and rows of a panel; bytes of one pair of its columns.
+#: Vectors and rows of a panel; bytes of one pair of columns of a vector.
 VECTORS = 4
 PANEL_ROWS = VECTORS * LANES
-PAIR_BYTES = 4 * PANEL_ROWS
+PAIR_BYTES = 4 * LANES
 #: Tokens of the largest tile: with the panel's vectors they fill the machine's registers.
 TILE_TOKENS = 6
+#: How far ahead of the columns that are turned memory is asked for, in pairs.
+AHEAD_PAIRS = 128
 
 
 def _only_for_pairs(builder: Any, emit: Any) -> None:
@@ -38,7 +40,7 @@ def _only_for_pairs(builder: Any, emit: Any) -> None:
 
 
 def _emit_tile(builder: Any, tokens: int, args: Any) -> None:
-    panel, pairs, token_list, out, out_step, fresh = args
+    panel, vector_step, pairs, token_list, out, out_step, fresh, ahead, ahead_step = args
     whole, halves = ir.VectorType(F32, LANES), ir.VectorType(Bfloat16(), 2 * LANES)
     kind = ir.FunctionType(whole, [whole, halves, halves])
     product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
@@ -55,15 +57,14 @@ def _emit_tile(builder: Any, tokens: int, args: Any) -> None:
         for v in range(VECTORS):
             before = load_lanes(builder, places[t][v], F32, LANES, None)
             builder.store(builder.select(starts, ir.Constant(whole, None), before), totals[t][v])
+    starts_of = [builder.add(panel, builder.mul(vector_step, I64(v))) for v in range(VECTORS)]
     with cgutils.for_range(builder, pairs, intp=I64) as loop:
-        at = builder.add(panel, builder.mul(loop.index, I64(PAIR_BYTES)))
-        rows = [
-            builder.bitcast(
-                builder.load(pointer_to(builder, builder.add(at, I64(4 * LANES * v)), ir.VectorType(I32, LANES)), align=64),
-                halves,
-            )
-            for v in range(VECTORS)
-        ]
+        offset = builder.mul(loop.index, I64(PAIR_BYTES))
+        rows = []
+        for start in starts_of:
+            pointer = pointer_to(builder, builder.add(start, offset), ir.VectorType(I32, LANES))
+            rows.append(builder.bitcast(builder.load(pointer, align=64), halves))
+        prefetch(builder, builder.add(ahead, builder.mul(loop.index, ahead_step)))
         for t in range(tokens):
             address = builder.add(token_at[t], builder.mul(loop.index, I64(4)))
             pair = builder.load(pointer_to(builder, address, I32), align=2)
@@ -76,20 +77,24 @@ def _emit_tile(builder: Any, tokens: int, args: Any) -> None:
 
 
 def make_tile(tokens: int) -> Any:
-    """Make `tile(panel, pairs, token_list, out, out_step, fresh)`: out[t, r] += row r of the panel . token t.
+    """Make `tile(panel, vector_step, pairs, token_list, out, out_step, fresh, ahead, ahead_step)`.
 
-    panel: address, a multiple of 64, of `pairs` pairs of columns; token_list: address of `tokens` int64 addresses of
-    bfloat16 columns; out: float32 [tokens, PANEL_ROWS], out_step bytes between tokens; fresh: not 0 where the sums
-    begin at zero.
+    out[t, r] += row r of the panel . token t.  panel: address, a multiple of 64, of vectors of `pairs` pairs of
+    columns; token_list: address of `tokens` int64 addresses of bfloat16 columns; out: float32 [tokens, PANEL_ROWS],
+    out_step bytes between tokens; fresh: not 0 where the sums begin at zero.  One line is asked for with every pair:
+    from address `ahead` on, ahead_step apart.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def tile(typing: Any, panel: Any, pairs: Any, token_list: Any, out: Any, out_step: Any, fresh: Any) -> Any:
+    def tile(
+        typing: Any, panel: Any, vector_step: Any, pairs: Any, token_list: Any, out: Any, out_step: Any, fresh: Any,
+        ahead: Any, ahead_step: Any,
+    ) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _only_for_pairs(builder, lambda: _emit_tile(builder, tokens, args))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), code
+        return types.void(*[types.int64] * 9), code
 
     return tile
 
@@ -126,7 +131,7 @@ def _turned(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def _emit_turn(builder: Any, args: Any) -> None:
-    row, row_step, last, pairs, panel = args
+    row, row_step, last, pairs, panel, ahead = args
     starts = []
     for r in range(LANES):
         place = builder.select(builder.icmp_signed("<", last, I64(r)), last, I64(r))
@@ -134,6 +139,11 @@ def _emit_turn(builder: Any, args: Any) -> None:
 
     def turn(begin: Any, mask: Any) -> None:
         offset = builder.mul(begin, I64(4))
+        nearby = builder.icmp_signed("<", builder.add(begin, I64(AHEAD_PAIRS)), pairs)
+        beyond = builder.sub(builder.sub(ahead, row), builder.mul(pairs, I64(4)))
+        further = builder.add(I64(4 * AHEAD_PAIRS), builder.select(nearby, I64(0), beyond))
+        for start in starts:
+            prefetch(builder, builder.add(builder.add(start, offset), further))
         values = [load_lanes(builder, builder.add(start, offset), I32, LANES, mask) for start in starts]
         target = builder.add(panel, builder.mul(begin, I64(PAIR_BYTES)))
         for c, value in enumerate(_turned(builder, values)):
@@ -148,14 +158,14 @@ def _emit_turn(builder: Any, args: Any) -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def turn_rows(typing: Any, row: Any, row_step: Any, last: Any, pairs: Any, panel: Any) -> Any:
+def turn_rows(typing: Any, row: Any, row_step: Any, last: Any, pairs: Any, panel: Any, ahead: Any) -> Any:
     """Lay 16 rows from address `row` on crosswise into one vector of a panel; rows behind `last` repeat that one.
 
-    Writes up to a multiple of 16 pairs.
+    Writes up to a multiple of 16 pairs.  ahead: where the rows begin that are likely to be turned next.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _only_for_pairs(builder, lambda: _emit_turn(builder, args))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), code
+    return types.void(*[types.int64] * 6), code
