@@ -26,8 +26,6 @@ PANEL_ROWS = VECTORS * LANES
 PAIR_BYTES = 4 * LANES
 #: Tokens of the largest tile: with the panel's vectors they fill the machine's registers.
 TILE_TOKENS = 6
-#: How far ahead of the columns that are turned memory is asked for, in pairs.
-AHEAD_PAIRS = 128
 
 
 def _only_for_pairs(builder: Any, emit: Any) -> None:
@@ -137,13 +135,16 @@ def _emit_turn(builder: Any, args: Any) -> None:
         place = builder.select(builder.icmp_signed("<", last, I64(r)), last, I64(r))
         starts.append(builder.add(row, builder.mul(row_step, place)))
 
+    lines = builder.sdiv(builder.add(pairs, I64(LANES - 1)), I64(LANES))
+
     def turn(begin: Any, mask: Any) -> None:
         offset = builder.mul(begin, I64(4))
-        nearby = builder.icmp_signed("<", builder.add(begin, I64(AHEAD_PAIRS)), pairs)
-        beyond = builder.sub(builder.sub(ahead, row), builder.mul(pairs, I64(4)))
-        further = builder.add(I64(4 * AHEAD_PAIRS), builder.select(nearby, I64(0), beyond))
-        for start in starts:
-            prefetch(builder, builder.add(builder.add(start, offset), further))
+        # The rows turned next are asked for in the order of memory, which is read fastest.
+        line = builder.mul(builder.sdiv(begin, I64(LANES)), I64(LANES))
+        far = builder.sdiv(line, lines)
+        place = builder.add(builder.mul(far, row_step), builder.mul(builder.sub(line, builder.mul(far, lines)), I64(64)))
+        for number in range(LANES):
+            prefetch(builder, builder.add(builder.add(ahead, place), I64(64 * number)))
         values = [load_lanes(builder, builder.add(start, offset), I32, LANES, mask) for start in starts]
         target = builder.add(panel, builder.mul(begin, I64(PAIR_BYTES)))
         for c, value in enumerate(_turned(builder, values)):
