@@ -11,12 +11,11 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from bgmpi.kernels.cpu_row_kernels import gate
 from bgmpi.kernels.panel_code import LANES, PAIR_BYTES, PANEL_ROWS, TILE_TOKENS, VECTORS, make_tile, turn_rows
 from bgmpi.kernels.task_code import draw
-from bgmpi.kernels.vector_code import at, narrow
+from bgmpi.kernels.vector_code import at, gate, narrow
 
-tile_6, tile_4, tile_2, tile_1 = (make_tile(tokens) for tokens in (TILE_TOKENS, 4, 2, 1))
+tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (make_tile(tokens + 1) for tokens in range(TILE_TOKENS))
 
 #: Pairs of columns in a block, so that two panels of them fit into a core's second cache.
 BLOCK_PAIRS = 1024
@@ -47,22 +46,21 @@ def turn_panel(row, row_step, rows, pairs, panel, vector_step, ahead):
 @njit
 def pass_tokens(panel, vector_step, pairs, token_list, tokens, out, out_step, fresh, ahead):
     """out[t] += panel . token t for any number of tokens.  ahead: addresses between which memory is asked for."""
-    t = 0
-    while t < tokens:
-        step = 64 if ahead[0] < ahead[1] else 0
+    for t in range(0, tokens, TILE_TOKENS):
+        step, some = 64 if ahead[0] < ahead[1] else 0, min(TILE_TOKENS, tokens - t)
         here, target = token_list + 8 * t, out + out_step * t
-        if t + TILE_TOKENS <= tokens:
+        if some == 6:
             tile_6(panel, vector_step, pairs, here, target, out_step, fresh, ahead[0], step)
-            t += TILE_TOKENS
-        elif t + 4 <= tokens:
+        elif some == 5:
+            tile_5(panel, vector_step, pairs, here, target, out_step, fresh, ahead[0], step)
+        elif some == 4:
             tile_4(panel, vector_step, pairs, here, target, out_step, fresh, ahead[0], step)
-            t += 4
-        elif t + 2 <= tokens:
+        elif some == 3:
+            tile_3(panel, vector_step, pairs, here, target, out_step, fresh, ahead[0], step)
+        elif some == 2:
             tile_2(panel, vector_step, pairs, here, target, out_step, fresh, ahead[0], step)
-            t += 2
         else:
             tile_1(panel, vector_step, pairs, here, target, out_step, fresh, ahead[0], step)
-            t += 1
         ahead[0] += step * pairs
 
 
@@ -112,9 +110,9 @@ def up_task(word, task, following, panel, vector_step, rows_at, token_list, resu
         panels_of_task(rows_at, count, width * 2, width // 2, panel, vector_step, token_list, some, result,
                        first > span[0], ahead)
         for t in range(some):
-            gate(result[t], count, PANEL_ROWS)
-            target = word[9] + ((first + t) * inner + begin) * 2
-            narrow(result.ctypes.data + t * result.strides[0], target, count, KIND)
+            row = result.ctypes.data + t * result.strides[0]
+            gate(row, row + 4 * PANEL_ROWS, count)
+            narrow(row, word[9] + ((first + t) * inner + begin) * 2, count, KIND)
 
 
 def experts_up(p):
@@ -128,7 +126,7 @@ def experts_up(p):
     tasks = carray(at(word[4]), 1, np.int64)[0] * ((inner + PANEL_ROWS - 1) // PANEL_ROWS)
     held, panel, vector_step = room(2, word[7] // 2)
     rows_at, token_list, ahead = np.empty(3, np.int64), np.empty(GROUP, np.int64), np.empty(2, np.int64)
-    result = np.empty((GROUP, 3 * PANEL_ROWS), np.float32)
+    result = np.empty((GROUP, 2 * PANEL_ROWS), np.float32)
     task = draw(word.ctypes.data)
     while task < tasks:
         following = draw(word.ctypes.data)
