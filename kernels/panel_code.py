@@ -2,8 +2,10 @@
 
 Lanes are rows of the weight: one number of the result is one lane, to which pair after pair of columns is added, so no
 lanes are summed at the end and the order of a sum is the order of the columns, whoever shares the call.  For that the
-weight's rows must lie crosswise, pair of columns by pair of columns: a panel of `PANEL_ROWS` rows.  Turning a panel
-costs the time of some five tokens, and it is turned from plain rows whenever it is used, so weights are never copied.
+weight lies in panels: `PANEL_ROWS` rows turned crosswise, pair of columns by pair of columns.  A panel is then one
+stretch of memory, read from its begin to its end, as fast as memory gives it where a single token passes.
+
+Rejected: turning panels from plain rows whenever they are used.  Hundreds of tokens hide that, a few do not.
 
 Addresses are int64, steps are bytes.
 """
@@ -17,13 +19,25 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bgmpi.kernels.emit import F32, I32, I64, LANES, Bfloat16, first_lanes, load_lanes, pointer_to, prefetch, splat, store_lanes
+from bgmpi.kernels.emit import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    Bfloat16,
+    in_strips,
+    load_lanes,
+    pointer_to,
+    prefetch,
+    splat,
+    store_lanes,
+)
 from bgmpi.kernels.vector_code import compiled_for_pairs
 
-#: Vectors and rows of a panel; bytes of one pair of columns of a vector.
+#: Vectors and rows of a panel; bytes of one pair of its columns.
 VECTORS = 4
 PANEL_ROWS = VECTORS * LANES
-PAIR_BYTES = 4 * LANES
+PAIR_BYTES = 4 * PANEL_ROWS
 #: Tokens of the largest tile: with the panel's vectors they fill the machine's registers.
 TILE_TOKENS = 6
 
@@ -38,7 +52,7 @@ def _only_for_pairs(builder: Any, emit: Any) -> None:
 
 
 def _emit_tile(builder: Any, tokens: int, args: Any) -> None:
-    panel, vector_step, pairs, token_list, out, out_step, fresh, ahead, ahead_step = args
+    panel, pairs, token_list, out, out_step, fresh, ahead, ahead_step = args
     whole, halves = ir.VectorType(F32, LANES), ir.VectorType(Bfloat16(), 2 * LANES)
     kind = ir.FunctionType(whole, [whole, halves, halves])
     product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
@@ -55,12 +69,12 @@ def _emit_tile(builder: Any, tokens: int, args: Any) -> None:
         for v in range(VECTORS):
             before = load_lanes(builder, places[t][v], F32, LANES, None)
             builder.store(builder.select(starts, ir.Constant(whole, None), before), totals[t][v])
-    starts_of = [builder.add(panel, builder.mul(vector_step, I64(v))) for v in range(VECTORS)]
     with cgutils.for_range(builder, pairs, intp=I64) as loop:
         offset = builder.mul(loop.index, I64(PAIR_BYTES))
         rows = []
-        for start in starts_of:
-            pointer = pointer_to(builder, builder.add(start, offset), ir.VectorType(I32, LANES))
+        for v in range(VECTORS):
+            place = builder.add(builder.add(panel, offset), I64(4 * LANES * v))
+            pointer = pointer_to(builder, place, ir.VectorType(I32, LANES))
             rows.append(builder.bitcast(builder.load(pointer, align=64), halves))
         prefetch(builder, builder.add(ahead, builder.mul(loop.index, ahead_step)))
         for t in range(tokens):
@@ -75,24 +89,24 @@ def _emit_tile(builder: Any, tokens: int, args: Any) -> None:
 
 
 def make_tile(tokens: int) -> Any:
-    """Make `tile(panel, vector_step, pairs, token_list, out, out_step, fresh, ahead, ahead_step)`.
+    """Make `tile(panel, pairs, token_list, out, out_step, fresh, ahead, ahead_step)`.
 
-    out[t, r] += row r of the panel . token t.  panel: address, a multiple of 64, of vectors of `pairs` pairs of
-    columns; token_list: address of `tokens` int64 addresses of bfloat16 columns; out: float32 [tokens, PANEL_ROWS],
-    out_step bytes between tokens; fresh: not 0 where the sums begin at zero.  One line is asked for with every pair:
-    from address `ahead` on, ahead_step apart.
+    out[t, r] += row r of the panel . token t.  panel: address, a multiple of 64, of `pairs` pairs of columns;
+    token_list: address of `tokens` int64 addresses of bfloat16 columns; out: float32 [tokens, PANEL_ROWS], out_step
+    bytes between tokens; fresh: not 0 where the sums begin at zero.  One line is asked for with every pair of columns:
+    from address `ahead` on, ahead_step apart.  Not to be run where `compiled_for_pairs` says no.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
     def tile(
-        typing: Any, panel: Any, vector_step: Any, pairs: Any, token_list: Any, out: Any, out_step: Any, fresh: Any,
+        typing: Any, panel: Any, pairs: Any, token_list: Any, out: Any, out_step: Any, fresh: Any,
         ahead: Any, ahead_step: Any,
     ) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _only_for_pairs(builder, lambda: _emit_tile(builder, tokens, args))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), code
+        return types.void(*[types.int64] * 8), code
 
     return tile
 
@@ -129,44 +143,31 @@ def _turned(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def _emit_turn(builder: Any, args: Any) -> None:
-    row, row_step, last, pairs, panel, ahead = args
+    row, row_step, last, pairs, panel = args
     starts = []
     for r in range(LANES):
         place = builder.select(builder.icmp_signed("<", last, I64(r)), last, I64(r))
         starts.append(builder.add(row, builder.mul(row_step, place)))
 
-    lines = builder.sdiv(builder.add(pairs, I64(LANES - 1)), I64(LANES))
-
     def turn(begin: Any, mask: Any) -> None:
         offset = builder.mul(begin, I64(4))
-        # The rows turned next are asked for in the order of memory, which is read fastest.
-        line = builder.mul(builder.sdiv(begin, I64(LANES)), I64(LANES))
-        far = builder.sdiv(line, lines)
-        place = builder.add(builder.mul(far, row_step), builder.mul(builder.sub(line, builder.mul(far, lines)), I64(64)))
-        for number in range(LANES):
-            prefetch(builder, builder.add(builder.add(ahead, place), I64(64 * number)))
         values = [load_lanes(builder, builder.add(start, offset), I32, LANES, mask) for start in starts]
         target = builder.add(panel, builder.mul(begin, I64(PAIR_BYTES)))
         for c, value in enumerate(_turned(builder, values)):
             store_lanes(builder, value, builder.add(target, I64(c * PAIR_BYTES)), None)
 
-    whole = builder.sdiv(pairs, I64(LANES))
-    with cgutils.for_range(builder, whole, intp=I64) as loop:
-        turn(builder.mul(loop.index, I64(LANES)), None)
-    rest = builder.srem(pairs, I64(LANES))
-    with builder.if_then(builder.icmp_signed(">", rest, I64(0)), likely=False):
-        turn(builder.mul(whole, I64(LANES)), first_lanes(builder, rest, LANES))
+    in_strips(builder, pairs, LANES, turn)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def turn_rows(typing: Any, row: Any, row_step: Any, last: Any, pairs: Any, panel: Any, ahead: Any) -> Any:
+def turn_rows(typing: Any, row: Any, row_step: Any, last: Any, pairs: Any, panel: Any) -> Any:
     """Lay 16 rows from address `row` on crosswise into one vector of a panel; rows behind `last` repeat that one.
 
-    Writes up to a multiple of 16 pairs.  ahead: where the rows begin that are likely to be turned next.
+    panel: address of that vector in the first pair.  Writes up to a multiple of 16 pairs, behind the last one zeros.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _only_for_pairs(builder, lambda: _emit_turn(builder, args))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), code
+    return types.void(*[types.int64] * 5), code
