@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""bfloat16 experts by panels of rows (`panel_code`), on machines that add pairs of products.
+"""bfloat16 linear layers and experts by panels of rows (`panel_code`), on machines that add pairs of products.
 
-A task takes one panel of an expert's rows and lets all its tokens pass, six at a time, so that the panel stays in the
+A task takes one panel of a weight's rows and lets tokens pass, six at a time, so that the panel stays in the
 core's second cache; meanwhile it asks for the panel that its thread needs next, for which it draws early.  Wide rows
 are taken in blocks of columns, whose sums go on in memory: the order of a sum is the order of the columns in any case.
 How a kernel is called stands in `cpu_dot_kernels`.
@@ -15,7 +15,7 @@ from numba import carray, njit
 from bgmpi.kernels.emit import BFLOAT16
 from bgmpi.kernels.panel_code import LANES, PAIR_BYTES, PANEL_ROWS, TILE_TOKENS, make_tile, turn_rows
 from bgmpi.kernels.task_code import draw
-from bgmpi.kernels.vector_code import at, gate, narrow
+from bgmpi.kernels.vector_code import at, gate, narrow, widen
 
 tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (make_tile(tokens + 1) for tokens in range(TILE_TOKENS))
 
@@ -84,6 +84,49 @@ def multiply(panels, pairs, token_list, tokens, result, ahead):
                         result.ctypes.data + i * 4 * PANEL_ROWS, step, begin == 0, ahead)
         for t in range(tokens):
             token_list[t] += 4 * BLOCK_PAIRS
+
+
+@njit
+def linear_task(word, number, first, some, panels, token_list, result, bias, ahead):
+    """Multiply tokens [first, first + some) with the rows of one panel that are asked for."""
+    start, stop = max(word[8], number * PANEL_ROWS), min(word[9], (number + 1) * PANEL_ROWS)
+    count, rows = stop - start, word[9] - word[8]
+    skipped = 4 * (start - number * PANEL_ROWS)
+    panels[0] = word[3] + number * panel_bytes(word[7])
+    for t in range(some):
+        token_list[t] = word[1] + (first + t) * word[2]
+    multiply(panels, word[7] // 2, token_list, some, result, ahead)
+    if word[4] != 0:
+        widen(word[4] + 2 * (start - word[8]), bias.ctypes.data + skipped, count, BFLOAT16)
+        for t in range(some):
+            for r in range(PANEL_ROWS):
+                result[t, r] += bias[r]
+    for t in range(some):
+        row = result.ctypes.data + t * result.strides[0] + skipped
+        narrow(row, word[5] + 2 * ((first + t) * rows + start - word[8]), count, BFLOAT16)
+
+
+def linear(p):
+    """out = x @ rows [start, stop) of the weight + bias.
+
+    1 x, 2 x step, 3 panels, 4 bias [stop - start] or 0, 5 out [T, stop - start], 6 T, 7 K, even, 8 start, 9 stop.
+    """
+    word = carray(p, 10, np.int64)
+    tokens, low = word[6], word[8] // PANEL_ROWS
+    groups = (tokens + GROUP - 1) // GROUP
+    each = ((tokens + groups - 1) // max(groups, 1) + TILE_TOKENS - 1) // TILE_TOKENS * TILE_TOKENS
+    tasks = groups * (panels_of(word[9]) - low)
+    panels, token_list, ahead = np.empty(1, np.int64), np.empty(each, np.int64), np.empty(2, np.int64)
+    result, bias = np.empty((each, PANEL_ROWS), np.float32), np.zeros(PANEL_ROWS, np.float32)
+    task = draw(word.ctypes.data)
+    while task < tasks:
+        following = draw(word.ctypes.data)
+        ahead[0] = word[3] + (low + min(following, tasks - 1) // groups) * panel_bytes(word[7])
+        ahead[1] = ahead[0] + min(panel_bytes(word[7]), BLOCK_PAIRS * PAIR_BYTES)
+        first = task % groups * each
+        linear_task(word, low + task // groups, first, min(each, tokens - first), panels, token_list, result, bias,
+                    ahead)
+        task = following
 
 
 @njit
