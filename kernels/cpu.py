@@ -105,13 +105,14 @@ class CpuBackend:
         cpu_page_kernels.run_copy(self._team, target, target_pages, source, source_pages)
         return Done()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Prepare weight [N, K] and bias [N]; rows stay where they are, but bfloat16 without tiles is re-laid."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, steady: bool = False) -> Linear:
+        """Prepare weight [N, K] and bias [N] (see Backend.linear); rows stay where they are, but bfloat16 without tiles
+        is re-laid."""
         if self._tiles is not None and weight.dtype == torch.bfloat16:
             return TileLinear(self._tiles, weight, bias)
         if self._panels and can_turn(weight):
             return PanelLinear.of(self._team, weight, bias)
-        if self.deterministic:
+        if self.deterministic or steady:
             return SteadyLinear(self._team, weight, bias)
         if cpu_layers.can_pack(weight.dtype):
             return cpu_layers.PackedLinear(weight, bias)
