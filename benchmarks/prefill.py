@@ -167,8 +167,8 @@ def print_parts(name: str, shape: ModelShape, steps: list[Timed], peaks: list[fl
     """Print what each part of these like steps takes and reaches; return the figures."""
     whole = [step.seconds for step in steps]
     work = [useful(shape, step.step) for step in steps]
-    print(f"{name}: {len(steps)} steps of {len(steps[0].step.plan.ids)} tokens, median {1e3 * statistics.median(whole):.0f}"
-          f" ms; peak {statistics.median(peaks) / 1e9:.0f} GFLOP/s\n"
+    print(f"{name}: {len(steps)} steps of {len(steps[0].step.plan.ids)} tokens, median "
+          f"{1e3 * statistics.median(whole):.0f} ms; peak {statistics.median(peaks) / 1e9:.0f} GFLOP/s\n"
           f"{'part':>12} {'ms':>8} {'of the step':>12} {'of the peak':>12}")
     figures = {}
     for part in sorted({part for step in steps for part in step.parts}, key=lambda part: -steps[0].parts[part]):

@@ -1,9 +1,10 @@
-"""Linear layers and experts of every number but bfloat16, and of that on a CPU that has neither matrix tiles nor the pair
-product (`cpu_tiles`, `cpu_panels` do the rest): which weights are kept in which form, and which product runs when.
+"""Linear layers and experts of every number but bfloat16, and of that on a CPU without matrix tiles and pair product
+(`cpu_tiles`, `cpu_panels` do the rest): which weights are kept in which form, and which product runs when.
 
-bfloat16 weights are re-laid once by oneDNN (the only copy kept).  Other numbers keep their plain rows, which the small kernel reads faster
-than oneDNN reads its own form up to `FEW_TOKENS`, and torch multiplies at the peak beyond.  A machine on which oneDNN
-has no bfloat16 uses the plain form too.  Rejected: both forms of every weight, twice the memory for no measured gain.
+bfloat16 weights are re-laid once by oneDNN (the only copy kept).  Other numbers keep their plain rows, which the small
+kernel reads faster than oneDNN reads its own form up to `FEW_TOKENS`, and torch multiplies at the peak beyond.  A
+machine on which oneDNN has no bfloat16 uses the plain form too.  Rejected: both forms of every weight, twice the memory
+for no measured gain.
 
 Experts: pairs (token, expert) sorted by expert, each expert's weights read once, the weighted sum of a token in float32
 and ascending expert order whatever path computed the parts.

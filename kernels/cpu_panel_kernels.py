@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from bgmpi.kernels.emit import BFLOAT16
-from bgmpi.kernels.panel_code import LANES, PAIR_BYTES, PANEL_ROWS, TILE_TOKENS, make_tile, turn_rows
+from bgmpi.kernels.emit import BFLOAT16, LANES
+from bgmpi.kernels.panel_code import PAIR_BYTES, PANEL_ROWS, TILE_TOKENS, make_tile, turn_rows
 from bgmpi.kernels.task_code import draw
 from bgmpi.kernels.vector_code import at, gate, narrow, widen
 
