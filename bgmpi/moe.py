@@ -1,10 +1,10 @@
 """The sparse feed-forward part of one layer: choose, exchange, run the experts, give back, add the shared expert.
 
 The router decides in float32 whatever the model's dtype (cases C35 to C40), because two experts that differ in the
-fourth digit must not change places with the batch size.  A plain float32 product does exactly that: its rounding
-depends on the shapes, and even two equal router rows can come out unequal.  So the product is accumulated in float64
-and rounded to float32 once; an exact tie then is one, and goes to the lower expert number.  That leaves a change of
-order one chance in some hundred millions to show; a deterministic backend's own product leaves none.
+fourth digit must not change places with the batch size.  A library's float32 product does exactly that: its rounding
+depends on the shapes, and even two equal router rows can come out unequal.  So the router asks for a steady product,
+whose rows each depend on themselves alone; an exact tie then is one, and goes to the lower expert number.  Rejected: a
+product accumulated in float64, which costs ten times as much and leaves one chance in some hundred millions.
 
 Experts are split over the ranks (`split_experts`); tokens travel, weights do not.  Every rank enters every exchange, a
 rank without tokens with zero rows.  T tokens, D hidden, E experts, A experts a token activates, I expert width.
@@ -24,17 +24,6 @@ _TINY = 1e-20
 _FEW_NUMBERS = 2048
 
 
-class DoubleProduct:
-    """A weight float32 [E, D] whose products are accumulated in float64."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight.double().T.contiguous()  # [D, E]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x float32 [T, D] -> float32 [T, E], rounded once."""
-        return torch.mm(x.double(), self._weight).float()
-
-
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """Return 1 / (1 + exp(-x)).  torch's own takes another way for the last few numbers of a tensor."""
     return x.neg().exp_().add_(1.0).reciprocal_()
@@ -43,14 +32,10 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 class Router:
     """Chooses the experts of each token and how much each weighs."""
 
-    def __init__(
-        self, moe: Moe, weight: torch.Tensor, bias: torch.Tensor | None, backend: Backend | None = None
-    ) -> None:
-        """Take weight float32 [E, D]; bias float32 [E] decides who is chosen, never how much it weighs.
-
-        backend: whose product is used if it is deterministic."""
+    def __init__(self, moe: Moe, weight: torch.Tensor, bias: torch.Tensor | None, backend: Backend) -> None:
+        """Take weight float32 [E, D]; bias float32 [E] decides who is chosen, never how much it weighs."""
         self.moe = moe
-        self.product = backend.linear(weight) if backend and backend.deterministic else DoubleProduct(weight)
+        self.product = backend.linear(weight, steady=True)
         self.bias = bias
         self.later = torch.arange(moe.experts - 1, -1, -1, device=weight.device)
 

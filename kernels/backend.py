@@ -158,8 +158,10 @@ class Backend(Protocol):
         [k] each.  Either may be host memory and strided between pages; a page is contiguous.  Target pages are
         distinct, and none is copied from."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Prepare weight [N, K] and bias [N]; the argument is not kept when the prepared form replaces it."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, steady: bool = False) -> Linear:
+        """Prepare weight [N, K] and bias [N]; the argument is not kept when the prepared form replaces it.
+
+        steady: a row's numbers depend on that row alone, as all do that a deterministic backend computes."""
 
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
         """Prepare weight [H, N, K], of which head h has its own."""

@@ -36,6 +36,7 @@ from bgmpi.kernels.cpu_exchange import CpuExchanged
 from bgmpi.kernels.cpu_experts_in_turn import CpuExpertsInTurn
 from bgmpi.kernels.cpu_layers import ALONE, KIND
 from bgmpi.kernels.cpu_pair_exchange import PairExchanged
+from bgmpi.kernels.cpu_panels import PanelExperts, PanelLinear, can_turn
 from bgmpi.kernels.cpu_steady import SteadyExperts, SteadyHeads, SteadyLinear
 from bgmpi.kernels.cpu_tiles import TileExperts, TileLinear, Tiles, ask_for_tiles
 from bgmpi.kernels.team import Team, bits
@@ -65,10 +66,12 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(
-        self, collective: Collective | None, threads: int, tiles: bool | None = None, deterministic: bool = False
+        self, collective: Collective | None, threads: int, tiles: bool | None = None, deterministic: bool = False,
+        panels: bool = True,
     ) -> None:
         """Settle the threads.  tiles: whether bfloat16 weights go through matrix tiles; None: where the machine can.
-        deterministic: no product or sum of a library whose order depends on the batch (tiles keep theirs)."""
+        deterministic: no product or sum of a library whose order depends on the batch (tiles and panels keep theirs).
+        panels: whether bfloat16 weights lie in panels where the machine multiplies them and has no tiles."""
         self.device, self.deterministic = torch.device("cpu"), deterministic
         self.threads = threads
         self._collective = collective if collective is not None and collective.size > 1 else None
@@ -78,6 +81,7 @@ class CpuBackend:
         if tiles and not may:
             raise UsageError("tiles=True: this machine, or the kernel of its system, has no bfloat16 matrix tiles")
         self._tiles = Tiles(self._team) if may else None
+        self._panels = panels
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised device memory."""
@@ -101,11 +105,14 @@ class CpuBackend:
         cpu_page_kernels.run_copy(self._team, target, target_pages, source, source_pages)
         return Done()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Prepare weight [N, K] and bias [N]; rows stay where they are, but bfloat16 without tiles is re-laid."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, steady: bool = False) -> Linear:
+        """Prepare weight [N, K] and bias [N] (see Backend.linear); rows stay where they are, but bfloat16 without tiles
+        is re-laid."""
         if self._tiles is not None and weight.dtype == torch.bfloat16:
             return TileLinear(self._tiles, weight, bias)
-        if self.deterministic:
+        if self._panels and can_turn(weight):
+            return PanelLinear.of(self._team, weight, bias)
+        if self.deterministic or steady:
             return SteadyLinear(self._team, weight, bias)
         if cpu_layers.can_pack(weight.dtype):
             return cpu_layers.PackedLinear(weight, bias)
@@ -119,11 +126,13 @@ class CpuBackend:
         """Prepare E experts: gate_up [2 * I, D] each (gate rows first), down [D, I] each; activation SiLU."""
         if self._tiles is not None and gate_up and gate_up[0].dtype == torch.bfloat16:
             return TileExperts(self._tiles, gate_up, down)
+        if self._panels and gate_up and can_turn(gate_up[0]) and can_turn(down[0]):
+            return PanelExperts(self._team, gate_up, down)
         return (SteadyExperts if self.deterministic else cpu_layers.CpuExperts)(self._team, gate_up, down)
 
     def experts_in_turn(self, source: ExpertSource, count: int) -> Experts:
         """Prepare `count` experts whose weights come one after another (see Backend.experts_in_turn)."""
-        return CpuExpertsInTurn(self._team, self._tiles, source, count, self.deterministic)
+        return CpuExpertsInTurn(self._team, self.experts, source, count)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., D] -> normalised in float32, scaled, in x's dtype."""

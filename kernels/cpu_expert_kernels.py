@@ -11,9 +11,9 @@ import numpy as np
 from numba import carray, njit
 
 from bgmpi.kernels.cpu_dot_kernels import many_products, rows_of_task, tokens_of_group
-from bgmpi.kernels.cpu_row_kernels import ROWS, gate
+from bgmpi.kernels.cpu_row_kernels import ROWS
 from bgmpi.kernels.task_code import draw
-from bgmpi.kernels.vector_code import at, make_mix, narrow
+from bgmpi.kernels.vector_code import at, gate, make_mix, narrow
 
 mix_1 = make_mix(1)
 
@@ -92,11 +92,11 @@ def up_task(word, task, group, each, token_list, result):
             token_list[t] = word[1] + token[first + t] * word[2]
         for half in range(2):
             many_products(weight + half * inner * width * size, width * size, count, token_list.ctypes.data, some,
-                          result.ctypes.data + half * 4 * each, 12 * each, width, kind, word[15])
+                          result.ctypes.data + half * 4 * each, 8 * each, width, kind, word[15])
         for t in range(some):
-            gate(result[t], count, each)
-            target = word[11] + ((first + t) * inner + begin) * word[14]
-            narrow(result.ctypes.data + t * 12 * each, target, count, word[13])
+            row = result.ctypes.data + t * 8 * each
+            gate(row, row + 4 * each, count)
+            narrow(row, word[11] + ((first + t) * inner + begin) * word[14], count, word[13])
 
 
 def experts_up(p):
@@ -109,7 +109,7 @@ def experts_up(p):
     width, inner, size = word[7], word[8], word[10]
     each, group = rows_of_task(2 * width * size), tokens_of_group(word[12], word[15] * width)
     tasks = carray(at(word[4]), 1, np.int64)[0] * ((inner + each - 1) // each)
-    token_list, result = np.empty(group, np.int64), np.empty((group, 3 * each), np.float32)
+    token_list, result = np.empty(group, np.int64), np.empty((group, 2 * each), np.float32)
     while True:
         task = draw(word.ctypes.data)
         if task >= tasks:

@@ -3,14 +3,16 @@
 The resident experts run as one kernel over all weights at once; here only one expert's are ever there.  So the tokens
 are sorted by expert first, then each expert multiplies its own and gives its weights back, and at the end every token's
 parts are summed in float32, ascending expert order, by the kernel that the resident experts use.  Each product is that
-of the resident form, chosen by the same rule, so the numbers are the same to the last bit: with matrix tiles (and under
-`--deterministic`) an expert alone is a layer of one expert whose weight is one, and the part it leaves is what the sum
-would have begun with.
+of the resident form, chosen by the same rule, so the numbers are the same to the last bit: an expert alone is a layer
+of one expert whose weight is one, and the part it leaves is what the sum would have begun with.  Only plain rows are
+multiplied here, because their product goes by the busiest expert of the layer.
 
 Every expert is taken and given back in every call, whether or not a token wants it: what feeds it relies on the order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,10 +21,8 @@ from torch.nn import functional
 
 from bgmpi.errors import InternalError
 from bgmpi.kernels import cpu_expert_kernels
-from bgmpi.kernels.backend import ExpertSource
-from bgmpi.kernels.cpu_layers import ALONE, FEW_TOKENS, KIND, PackedLinear, Pairs, can_pack, silu_mul
-from bgmpi.kernels.cpu_steady import SteadyExperts
-from bgmpi.kernels.cpu_tiles import TileExperts, Tiles
+from bgmpi.kernels.backend import Experts, ExpertSource
+from bgmpi.kernels.cpu_layers import ALONE, FEW_TOKENS, KIND, CpuExperts, Pairs, silu_mul
 from bgmpi.kernels.team import Team
 
 
@@ -30,11 +30,11 @@ class CpuExpertsInTurn:
     """The gated experts of this rank, their weights taken from `source` one by one."""
 
     def __init__(
-        self, team: Team, tiles: Tiles | None, source: ExpertSource, count: int, steady: bool = False
+        self, team: Team, prepare: Callable[[list[torch.Tensor], list[torch.Tensor]], Experts], source: ExpertSource,
+        count: int,
     ) -> None:
-        """steady: without tiles, as `SteadyExperts` are."""
-        self._team, self._tiles, self._source, self._count = team, tiles, source, count
-        self._steady = steady
+        """prepare: what makes experts of weights that stay (see Backend.experts)."""
+        self._team, self._prepare, self._source, self._count = team, prepare, source, count
 
     def __call__(self, x: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Run each token through its local experts and sum in float32, ascending expert order.
@@ -81,13 +81,9 @@ class CpuExpertsInTurn:
         """Run rows x [n, D] through one expert; most: rows of the busiest expert of this call."""
         if x.dtype != gate_up.dtype:
             raise InternalError(f"experts: x is {x.dtype}, the weights are {gate_up.dtype}; they must be equal")
-        here, one = torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1)
-        if self._tiles is not None and x.dtype == torch.bfloat16:
-            return TileExperts(self._tiles, [gate_up], [down])(x, here, one)
-        if self._steady:
-            return SteadyExperts(self._team, [gate_up], [down])(x, here, one)
-        if can_pack(x.dtype):
-            return PackedLinear(down, None)(silu_mul(self._team, PackedLinear(gate_up, None)(x)))
+        alone = self._prepare([gate_up], [down])
+        if not (isinstance(alone, CpuExperts) and alone.by_most):
+            return alone(x, torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1))
         if most > FEW_TOKENS:
             return functional.linear(silu_mul(self._team, functional.linear(x, gate_up)), down)
         return self._few(x, gate_up.contiguous(), down.contiguous())

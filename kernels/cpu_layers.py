@@ -1,10 +1,10 @@
-"""Linear layers and experts on a CPU without matrix tiles, and of every number but bfloat16 on all CPUs (`cpu_tiles`
-does the rest): which weights are kept in which form, and which product runs when.
+"""Linear layers and experts of every number but bfloat16, and of that on a CPU without matrix tiles and pair product
+(`cpu_tiles`, `cpu_panels` do the rest): which weights are kept in which form, and which product runs when.
 
-bfloat16 weights are re-laid once by oneDNN (the only copy kept): the packed form reads memory at full speed for one
-token and reaches the peak for a thousand.  Other numbers keep their plain rows, which the small kernel reads faster
-than oneDNN reads its own form up to `FEW_TOKENS`, and torch multiplies at the peak beyond.  A machine on which oneDNN
-has no bfloat16 uses the plain form too.  Rejected: both forms of every weight, twice the memory for no measured gain.
+bfloat16 weights are re-laid once by oneDNN (the only copy kept).  Other numbers keep their plain rows, which the small
+kernel reads faster than oneDNN reads its own form up to `FEW_TOKENS`, and torch multiplies at the peak beyond.  A
+machine on which oneDNN has no bfloat16 uses the plain form too.  Rejected: both forms of every weight, twice the memory
+for no measured gain.
 
 Experts: pairs (token, expert) sorted by expert, each expert's weights read once, the weighted sum of a token in float32
 and ascending expert order whatever path computed the parts.
@@ -192,6 +192,8 @@ class CpuExperts:
         self._team = team
         self._count = len(gate_up)
         self._packed = self.packs and bool(gate_up) and can_pack(gate_up[0].dtype)
+        #: Whether the busiest expert of a call decides which product runs.
+        self.by_most = self.packs and not self._packed
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         prepare = pack if self._packed else torch.Tensor.contiguous
         self._inner = down[0].shape[1] if down else 0

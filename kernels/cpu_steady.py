@@ -2,8 +2,8 @@
 
 A library picks its blocking, and with it the order of a row's sums, by how many rows it is given.  Here every product
 is the dot kernels', whose order the width alone decides, whether one token comes or thousands; bfloat16 goes through
-the machine's pair product where there is one.  Parts of experts are rounded to the model's dtype before they are
-summed, because that is what travels between ranks.
+the machine's pair product where there is one (and most of it there not through this file but through `cpu_panels`).
+Parts of experts are rounded to the model's dtype before they are summed, because that is what travels between ranks.
 
 Rejected: padding calls of the library to one fixed number of rows.  Nothing promises that a row's place in the padded
 call does not matter, and one token would cost as much as a whole tile of them.

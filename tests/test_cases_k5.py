@@ -13,9 +13,11 @@ from bgmpi.architecture import GroupScore, Kind, Moe, Scoring
 from bgmpi.attention import rope_frequencies
 from bgmpi.errors import InputError
 from bgmpi.families import read_architecture
+from bgmpi.kernels.cpu import CpuBackend
 from bgmpi.moe import Router
 
 TOLERANCE = 5e-5
+BACKEND = CpuBackend(None, 1)
 HIDDEN = 64
 V3 = Moe(16, 4, 32, Scoring.SIGMOID, True, 4, 2, GroupScore.BEST_TWO, 2.5, True)
 LLAMA = {
@@ -51,9 +53,9 @@ def test_c35_the_selection_bias_alters_who_is_chosen_and_not_the_weights():
     draw = torch.Generator().manual_seed(0)
     weight, x = torch.randn(16, HIDDEN, generator=draw), torch.randn(50, HIDDEN, generator=draw)
     bias = torch.zeros(16)
-    without, _ = Router(V3, weight, bias.clone())(x)
+    without, _ = Router(V3, weight, bias.clone(), BACKEND)(x)
     bias[3] = 5.0
-    expert, share = Router(V3, weight, bias)(x)
+    expert, share = Router(V3, weight, bias, BACKEND)(x)
     assert (expert == 3).any(1).all() and not (without == 3).any(1).all()
     scores = (x.double() @ weight.double().T).sigmoid()
     for token in range(50):
@@ -93,7 +95,7 @@ def test_c37_c38_the_scaling_factor_is_applied_once_whether_or_not_weights_are_n
     moe = read_architecture(config).moe
     assert moe is not None
     weight, x = torch.randn(16, HIDDEN), torch.randn(30, HIDDEN)
-    expert, share = Router(moe, weight, torch.zeros(16) if moe.selection_bias else None)(x)
+    expert, share = Router(moe, weight, torch.zeros(16) if moe.selection_bias else None, BACKEND)(x)
     logits = x @ weight.T
     scores = logits.sigmoid() if moe.scoring is Scoring.SIGMOID else logits.softmax(-1)
     unscaled = scores.gather(1, expert.long())
@@ -111,7 +113,7 @@ def test_c37_layers_equal_the_reference_for_every_scaling(tmp_path, normalise, s
 
 
 def test_c39_tiny_scores_under_a_large_bias_keep_their_weights():
-    router = Router(V3, torch.zeros(16, HIDDEN), torch.full((16,), 12.0))
+    router = Router(V3, torch.zeros(16, HIDDEN), torch.full((16,), 12.0), BACKEND)
     _, share = router.choose(-18 + 0.1 * torch.randn(20, 16))
     assert torch.allclose(share.sum(-1), torch.full((20,), 2.5), rtol=1e-5) and (share > 0).all()
     expert, share = router.choose(torch.full((20, 16), -200.0))
@@ -126,7 +128,7 @@ def test_c40_experts_equal_in_bf16_are_told_apart_by_float32():
     weight[2] = weight[5] - 1e-4
     assert torch.equal(weight[2].bfloat16(), weight[5].bfloat16())
     x = torch.ones(3, HIDDEN, dtype=torch.bfloat16)
-    expert, _ = Router(Moe(8, 2, 32), weight, None)(x)
+    expert, _ = Router(Moe(8, 2, 32), weight, None, BACKEND)(x)
     assert expert.tolist() == [[5, 2]] * 3
 
 
@@ -136,7 +138,7 @@ def test_c40_an_exact_tie_goes_to_the_lower_expert_at_every_batch_size(experts):
     weight = torch.randn(experts, HIDDEN, generator=draw)
     weight[experts - 1] = weight[1]
     x = torch.randn(300, HIDDEN, generator=draw)
-    router = Router(Moe(experts, 1, 32), weight, None)
+    router = Router(Moe(experts, 1, 32), weight, None, BACKEND)
     whole, _ = router(x)
     assert not (whole == experts - 1).any() and (whole == 1).any()
     for tokens in (1, 2, 3, 7, 64):

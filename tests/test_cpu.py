@@ -28,9 +28,16 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
         assert gap <= CLOSE[got.dtype] * largest, f"max |got - expected| = {gap:.3g}, max |expected| = {largest:.3g}"
 
 
-@pytest.fixture(scope="module", params=["as the machine has it", "without tiles"])
+FORMS = {
+    "as the machine has it": lambda: CpuBackend(None, 1),
+    "without tiles": lambda: CpuBackend(None, 1, tiles=False),
+    "without tiles and panels": lambda: CpuBackend(None, 1, tiles=False, panels=False),
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
 def backend(request: pytest.FixtureRequest) -> CpuBackend:
-    return CpuBackend(None, 1, None if request.param == "as the machine has it" else False)
+    return FORMS[request.param]()
 
 
 class Batch:

@@ -101,9 +101,9 @@ def logprobs(backend: CpuBackend) -> dict[str, Call]:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_operator_gives_a_row_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
-    backend = CpuBackend(None, 1, deterministic=True)
+@pytest.mark.parametrize(("dtype", "panels"), [*((dtype, True) for dtype in DTYPES), (torch.bfloat16, False)])
+def test_every_operator_gives_a_row_the_same_bits_in_any_company(dtype: torch.dtype, panels: bool) -> None:
+    backend = CpuBackend(None, 1, deterministic=True, panels=panels)
     for name, call in (operators(backend, dtype) | routers(backend) | logprobs(backend)).items():
         try:
             hold(call)

@@ -12,6 +12,7 @@ from bgmpi.kernels.cpu import CpuBackend
 from bgmpi.moe import Router, SparseFeedForward
 
 HIDDEN = 32
+BACKEND = CpuBackend(None, 1)
 KINDS = {
     "mixtral": Moe(8, 2, 16, normalise=True),
     "qwen2": Moe(12, 4, 16),
@@ -47,7 +48,7 @@ def test_routing_follows_its_definition(kind):
     weight = torch.randn(moe.experts, HIDDEN, generator=draw)
     bias = torch.randn(moe.experts, generator=draw) if moe.selection_bias else None
     x = torch.randn(40, HIDDEN, generator=draw)
-    expert, share = Router(moe, weight, bias)(x)
+    expert, share = Router(moe, weight, bias, BACKEND)(x)
     assert expert.dtype == torch.int32 and share.dtype == torch.float32
     logits = (x.double() @ weight.double().T).float()
     for token in range(len(x)):
@@ -61,7 +62,7 @@ def test_routing_follows_its_definition(kind):
 def test_equal_logits_go_to_the_lower_experts(kind):
     moe = KINDS[kind]
     bias = torch.zeros(moe.experts) if moe.selection_bias else None
-    expert, _ = Router(moe, torch.zeros(moe.experts, HIDDEN), bias)(torch.ones(3, HIDDEN))
+    expert, _ = Router(moe, torch.zeros(moe.experts, HIDDEN), bias, BACKEND)(torch.ones(3, HIDDEN))
     assert expert.tolist() == [list(range(moe.top_k))] * 3
 
 
@@ -84,7 +85,7 @@ def test_few_and_many_tokens_are_ordered_alike():
 def test_routing_takes_any_number_of_tokens(tokens):
     for moe in KINDS.values():
         bias = torch.zeros(moe.experts) if moe.selection_bias else None
-        expert, share = Router(moe, torch.randn(moe.experts, HIDDEN), bias)(torch.randn(tokens, HIDDEN))
+        expert, share = Router(moe, torch.randn(moe.experts, HIDDEN), bias, BACKEND)(torch.randn(tokens, HIDDEN))
         assert expert.shape == share.shape == (tokens, moe.top_k)
 
 
