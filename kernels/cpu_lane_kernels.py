@@ -1,0 +1,236 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""One attention task with queries in lanes: up to QUERIES of them over any stretch of one sequence's pages.
+
+The queries are the heads of one block of some tokens, which need not be neighbours and may be of many sequences, as
+long as their pages are the same over this stretch.  The softmax is folded every FOLD tokens, counted from the begin of
+the stretch; a query's numbers depend on the stretch and on what it may see of it, not on who else is in the task.
+
+Scratch of one thread lies in one piece, whose places `rooms` names.  How kernels are written stands in
+`cpu_dot_kernels`, the vector code in `lane_code`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from bgmpi.kernels.lane_code import (
+    ROW,
+    STATE,
+    has_pairs,
+    make_lane_mix,
+    make_scores,
+    make_weigh,
+    unpack_panel,
+)
+from bgmpi.kernels.emit import LANES
+from bgmpi.kernels.tile_code import pack_panel
+from bgmpi.kernels.vector_code import at, narrow, widen
+
+scores_1, scores_2, scores_3, scores_4 = (make_scores(vectors, False) for vectors in (1, 2, 3, 4))
+pairs_1, pairs_2, pairs_3, pairs_4 = (make_scores(vectors, True) for vectors in (1, 2, 3, 4))
+mix_1, mix_2, mix_3, mix_4 = (make_lane_mix(vectors) for vectors in (1, 2, 3, 4))
+weigh_seen, weigh_whole = make_weigh(True), make_weigh(False)
+
+#: Panels that pass the cached tokens together, the queries in them, and tokens between two folds of the softmax.
+PANELS = 4
+QUERIES = PANELS * LANES
+FOLD = 64
+#: Columns of values are padded to a multiple of this, and tokens of a fold too: the largest tile.
+TILE = 8
+
+
+@njit
+def scores(panels, pairs, keys, tokens, panel, panel_step, cells, out, out_step):
+    """Scores of `tokens` keys, padded to a multiple of TILE by the caller, with 1 - 4 panels."""
+    if pairs:
+        if panels == 4:
+            pairs_4(keys, tokens, panel, panel_step, cells, out, out_step)
+        elif panels == 3:
+            pairs_3(keys, tokens, panel, panel_step, cells, out, out_step)
+        elif panels == 2:
+            pairs_2(keys, tokens, panel, panel_step, cells, out, out_step)
+        else:
+            pairs_1(keys, tokens, panel, panel_step, cells, out, out_step)
+    elif panels == 4:
+        scores_4(keys, tokens, panel, panel_step, cells, out, out_step)
+    elif panels == 3:
+        scores_3(keys, tokens, panel, panel_step, cells, out, out_step)
+    elif panels == 2:
+        scores_2(keys, tokens, panel, panel_step, cells, out, out_step)
+    else:
+        scores_1(keys, tokens, panel, panel_step, cells, out, out_step)
+
+
+@njit
+def mix(panels, values, value_step, count, share, share_step, shrink, out, out_step, width):
+    """Add the values of `count` tokens to what 1 - 4 panels have gathered."""
+    if panels == 4:
+        mix_4(values, value_step, count, share, share_step, shrink, out, out_step, width)
+    elif panels == 3:
+        mix_3(values, value_step, count, share, share_step, shrink, out, out_step, width)
+    elif panels == 2:
+        mix_2(values, value_step, count, share, share_step, shrink, out, out_step, width)
+    else:
+        mix_1(values, value_step, count, share, share_step, shrink, out, out_step, width)
+
+
+@njit
+def up(number, step):
+    """Round up to a multiple of step."""
+    return (number + step - 1) // step * step
+
+
+@njit
+def rooms(key_width, value_width):
+    """Where the scratch of a thread has what, in bytes, and behind it how much there is of it: panels of queries, of
+    scores and of results; best, total and shrink of each panel; addresses of keys and of rows; the last token that each
+    lane sees; values and keys as float32; rows of results."""
+    sizes = (
+        PANELS * ROW * up(key_width, LANES), PANELS * ROW * FOLD, PANELS * ROW * up(value_width, TILE),
+        PANELS * 3 * ROW, 8 * FOLD, 8 * LANES, 4 * QUERIES, FOLD * value_step(value_width),
+        4 * max(FOLD, LANES) * key_width, 4 * LANES * value_width + 64, ROW,
+    )
+    begin = np.zeros(len(sizes) + 1, np.int64)
+    for number, size in enumerate(sizes):
+        begin[number + 1] = begin[number] + up(size, 64)
+    return begin
+
+
+@njit
+def value_step(value_width):
+    """Bytes between two tokens' float32 values: one line more than they need, lest they all fall into one set."""
+    return 4 * up(value_width, LANES) + 64
+
+
+@njit
+def place_of(word, sequence, token):
+    """Where a cached token of a sequence lies, and how many of its page stand from there on."""
+    slot = token % word[13]
+    page = carray(at(word[11] + 4 * (sequence * word[12] + token // word[13])), 1, np.int32)[0]
+    return word[5] + page * word[6] + slot * word[10], word[13] - slot
+
+
+@njit
+def in_pairs(word):
+    """Whether scores are products of bfloat16 pairs."""
+    return has_pairs() and word[24] == 1 and word[22] % 2 == 0
+
+
+@njit
+def pack_queries(word, room, begin, rows, head, heads):
+    """Lay the queries of a task in panels, and say which token each lane sees last; lanes without one get the first's."""
+    width, size = word[22], word[25]
+    address = carray(at(room + begin[5]), LANES, np.int64)
+    seen = carray(at(room + begin[6]), QUERIES, np.int32)
+    queries = len(rows) * heads
+    for first in range(0, queries, LANES):
+        for lane in range(LANES):
+            q = first + lane if first + lane < queries else 0
+            source = word[2] + rows[q // heads, 0] * word[3] + (head + q % heads) * width * size
+            seen[first + lane] = rows[q // heads, 1]
+            if in_pairs(word):
+                address[lane] = source
+            else:
+                address[lane] = room + begin[8] + 4 * lane * width
+                widen(source, address[lane], width, word[24])
+        cells = width // 2 if in_pairs(word) else width
+        pack_panel(room + begin[5], 2 * cells, room + begin[0] + first // LANES * ROW * up(word[22], LANES), LANES)
+
+
+@njit
+def lay_fold(word, room, begin, sequence, block, first, count):
+    """Widen the values of cached tokens first .. first + count - 1, and list where their keys are (float32 or pairs).
+
+    Keys up to the next multiple of TILE are the last one again.
+    """
+    keys = carray(at(room + begin[4]), FOLD, np.int64)
+    key_width, step = word[22], value_step(word[23])
+    direct = in_pairs(word) or word[24] == 0
+    token = first
+    while token < first + count:
+        place, left = place_of(word, sequence, token)
+        for number in range(token - first, min(token + left, first + count) - first):
+            widen(place + word[8] + block * word[9], room + begin[7] + number * step, word[23], word[24])
+            keys[number] = place + block * word[7]
+            if not direct:
+                keys[number] = room + begin[8] + 4 * number * key_width
+                widen(place + block * word[7], keys[number], key_width, word[24])
+            place += word[10]
+        token += left
+    for number in range(count, up(count, TILE)):
+        keys[number] = keys[count - 1]
+
+
+@njit
+def lane_fold(word, room, begin, panels, first, count, factor, least, most):
+    """Let all panels see the cached tokens of a fold that is laid.  least, most: the last tokens seen by any lane."""
+    panel_step, share_step = ROW * up(word[22], LANES), ROW * FOLD
+    cells = word[22] // 2 if in_pairs(word) else word[22]
+    tokens = up(count, TILE)
+    scores(panels, in_pairs(word), room + begin[4], tokens, room + begin[0], panel_step, cells, room + begin[1],
+           share_step)
+    window = word[30] if word[30] > 0 else np.int64(1 << 31) - 1
+    whole = tokens == count and first + count - 1 <= least and first > most - window
+    for panel in range(panels):
+        state, shares = room + begin[3] + panel * STATE, room + begin[1] + panel * share_step
+        if whole:
+            weigh_whole(shares, tokens, state, factor, 0, 0, 0)
+        else:
+            weigh_seen(shares, tokens, state, factor, room + begin[6] + 4 * LANES * panel, window, first)
+    mix(panels, room + begin[7], value_step(word[23]), count, room + begin[1], share_step,
+        room + begin[3] + 2 * ROW, room + begin[2], ROW * up(word[23], TILE), word[23])
+
+
+@njit
+def keep_lanes(word, room, begin, rows, task, scale):
+    """Write what each query of a task got: its part, or the finished row."""
+    block, ordinal, head, heads = task[5], task[6], task[7], task[8]
+    width, size = word[23], word[25]
+    target = carray(at(room + begin[5]), LANES, np.int64)
+    queries, scratch = len(rows) * heads, room + begin[9]
+    ones = carray(at(room + begin[10]), LANES, np.float32)
+    ones[:] = 1
+    whole = rows[0, 2] < 0
+    for first in range(0, queries, LANES):
+        panel = room + begin[2] + first // LANES * ROW * up(width, TILE)
+        state = room + begin[3] + first // LANES * STATE
+        lanes = carray(at(state), (3, LANES), np.float32)
+        for lane in range(LANES):
+            target[lane] = scratch + 4 * lane * width
+            q = first + lane
+            if q < queries and not whole:
+                part = rows[q // heads, 2] + block * rows[q // heads, 3] + ordinal
+                target[lane] = word[29] + 4 * (part * word[28] + head % word[28] + q % heads) * (width + 2)
+                ends = carray(at(target[lane] + 4 * width), 2, np.float32)
+                ends[0], ends[1] = lanes[0, lane] * scale, lanes[1, lane]
+        unpack_panel(panel, state + ROW if whole else room + begin[10], width, room + begin[5])
+        if whole:
+            for q in range(first, min(first + LANES, queries)):
+                place = (rows[q // heads, 0] * word[27] + head + q % heads) * width * size
+                narrow(scratch + 4 * (q - first) * width, word[4] + place, width, word[24])
+
+
+@njit
+def lane_task(word, room, begin, task, listed, scale):
+    """Let the listed rows of a task, and the heads of its block, see its stretch of cached tokens.
+
+    task: first of the listed rows, how many, sequence whose pages they are, first and last + 1 cached token, head
+    block, ordinal of this part among those of the stretch, first head, heads (of the block); listed int64 [n, 4]: token, last cached token that it sees,
+    first part of the stretch for head block 0 or -1, parts from one head block to the next.
+    """
+    block, rows = task[5], listed[task[0] : task[0] + task[1]]
+    panels = (len(rows) * task[8] + LANES - 1) // LANES
+    pack_queries(word, room, begin, rows, task[7], task[8])
+    seen = carray(at(room + begin[6]), panels * LANES, np.int32)
+    for q in range(panels * LANES):
+        seen[q] = min(np.int64(seen[q]), task[4] - 1)
+    states = carray(at(room + begin[3]), (panels, 3, LANES), np.float32)
+    states[:, 0], states[:, 1] = -np.inf, 0
+    carray(at(room + begin[2]), panels * LANES * up(word[23], TILE), np.float32)[:] = 0
+    factor = np.float32(scale * 1.4426950408889634)
+    for first in range(task[3], task[4], FOLD):
+        count = min(FOLD, task[4] - first)
+        lay_fold(word, room, begin, task[2], block, first, count)
+        lane_fold(word, room, begin, panels, first, count, factor, seen.min(), seen.max())
+    keep_lanes(word, room, begin, rows, task, scale)

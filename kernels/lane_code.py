@@ -1,0 +1,315 @@
+"""Attention with queries in lanes: sixteen queries a vector, and each cached number spread over all of them.
+
+Where many queries read the same cached tokens (the members of a group behind their prefix, the new tokens of a prompt,
+the heads that share keys) attention is two matrix products.  With the queries of a product side by side in lanes no
+sum runs across lanes: a score adds its products along the width, a result adds its values along the tokens, the
+softmax takes the largest and the sum of each lane for itself.  So a query's numbers do not depend on its company, and a
+NaN stays in its lane.
+
+A panel holds 16 queries: row i of it is number i of each (float32), or numbers 2 i and 2 i + 1 of each (pairs of
+bfloat16); 64 bytes a row.  Up to four panels pass the cached tokens together; then each cached number that is loaded
+meets four vectors, and the arithmetic is the bound.  All sums are float32.  Pairs are the machine's own product
+(vdpbf16ps), of exact products in an order of its own.
+
+Rejected: values in bfloat16 pairs too.  It would be twice as fast, but the shares would have to be rounded to 8 bits.
+Addresses are int64, steps are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from bgmpi.kernels.emit import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    Bfloat16,
+    element_at,
+    fma,
+    in_strips,
+    load_lanes,
+    pointer_to,
+    splat,
+    store_lanes,
+    turned,
+)
+from bgmpi.kernels.vector_code import compiled_for_pairs
+
+#: Bytes of one row of a panel, and of what is remembered of one: best, total and shrink of each lane.
+ROW = 4 * LANES
+STATE = 3 * ROW
+_VECTOR, _NUMBERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+#: 2 ** x for |x| <= 1/2 to 3e-9: the polynomial through its Chebyshev points, highest power first.
+_POWERS = (0.00015461445, 0.0013400428, 0.009618057, 0.055503272, 0.2402265092, 0.6931472067, 1.0)
+
+
+def tile_of(vectors: int) -> tuple[int, int]:
+    """Return how many tokens of scores, and columns of values, pass so many panels in registers."""
+    return (8, 8) if vectors < 3 else (4, 4)
+
+
+def _vector_at(builder: Any, base: Any, step: Any, number: int) -> Any:
+    return builder.add(base, builder.mul(step, I64(number)))
+
+
+def _load(builder: Any, address: Any) -> Any:
+    return load_lanes(builder, address, F32, LANES, None)
+
+
+def _loaded(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(pointer_to(builder, address, kind))
+
+
+def _pair_product(builder: Any, total: Any, key: Any, query: Any) -> Any:
+    pairs = ir.VectorType(Bfloat16(), 2 * LANES)
+    kind = ir.FunctionType(_VECTOR, [_VECTOR, pairs, pairs])
+    product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(product, [total, builder.bitcast(key, pairs), builder.bitcast(query, pairs)])
+
+
+def _tile(builder: Any, rows: int, vectors: int) -> list[list[Any]]:
+    return [[cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(rows)]
+
+
+def _emit_scores(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
+    keys, tokens, panel, panel_step, cells, out, out_step = args
+    each = tile_of(vectors)[0]
+    tile = _tile(builder, each, vectors)
+    with cgutils.for_range(builder, builder.udiv(tokens, I64(each)), intp=I64) as turn:
+        first = builder.mul(turn.index, I64(each))
+        key_at = [
+            _loaded(builder, element_at(builder, keys, builder.add(first, I64(t)), 8), I64) for t in range(each)
+        ]
+        for line in tile:
+            for total in line:
+                builder.store(ir.Constant(_VECTOR, None), total)
+        with cgutils.for_range(builder, cells, intp=I64) as loop:
+            row = element_at(builder, panel, loop.index, ROW)
+            queries = [_load(builder, _vector_at(builder, row, panel_step, v)) for v in range(vectors)]
+            for line, address in zip(tile, key_at, strict=True):
+                cell = _loaded(builder, element_at(builder, address, loop.index, 4), I32 if pairs else F32)
+                key = splat(builder, cell, LANES)
+                for total, query in zip(line, queries, strict=True):
+                    before = builder.load(total)
+                    after = _pair_product(builder, before, key, query) if pairs else fma(builder, key, query, before)
+                    builder.store(after, total)
+        for t, line in enumerate(tile):
+            row = element_at(builder, out, builder.add(first, I64(t)), ROW)
+            for v, total in enumerate(line):
+                store_lanes(builder, builder.load(total), _vector_at(builder, row, out_step, v), None)
+
+
+def _emit_mix(builder: Any, vectors: int, args: Any) -> None:
+    values, value_step, count, share, share_step, shrink, out, out_step, width = args
+    each = tile_of(vectors)[1]
+    tile = _tile(builder, each, vectors)
+    shrinks = [_load(builder, _vector_at(builder, shrink, I64(STATE), v)) for v in range(vectors)]
+    with cgutils.for_range(builder, builder.udiv(builder.add(width, I64(each - 1)), I64(each)), intp=I64) as turn:
+        first = builder.mul(turn.index, I64(each))
+        base = element_at(builder, out, first, ROW)
+        places = [
+            [_vector_at(builder, builder.add(base, I64(ROW * w)), out_step, v) for v in range(vectors)]
+            for w in range(each)
+        ]
+        for line, line_places in zip(tile, places, strict=True):
+            for total, place, factor in zip(line, line_places, shrinks, strict=True):
+                builder.store(builder.fmul(_load(builder, place), factor), total)
+        column = element_at(builder, values, first, 4)
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            row = element_at(builder, share, loop.index, ROW)
+            shares = [_load(builder, _vector_at(builder, row, share_step, v)) for v in range(vectors)]
+            source = builder.add(column, builder.mul(loop.index, value_step))
+            for w, line in enumerate(tile):
+                value = splat(builder, _loaded(builder, builder.add(source, I64(4 * w)), F32), LANES)
+                for total, factor in zip(line, shares, strict=True):
+                    builder.store(fma(builder, value, factor, builder.load(total)), total)
+        for line, line_places in zip(tile, places, strict=True):
+            for total, place in zip(line, line_places, strict=True):
+                store_lanes(builder, builder.load(total), place, None)
+
+
+def make_scores(vectors: int, pairs: bool) -> Any:
+    """Make `scores(keys, tokens, panel, panel_step, cells, out, out_step)`: out[t] = key t . each query of the panels.
+
+    keys: address of int64 addresses of `tokens` keys, a multiple of `tile_of`; panel: the first of `vectors` panels of
+    `cells` rows; out: the first of as many panels, a row a token.  pairs: keys and panels are pairs of bfloat16.  Not
+    to be run where `compiled_for_pairs` says no.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def scores(
+        typing: Any, keys: Any, tokens: Any, panel: Any, panel_step: Any, cells: Any, out: Any, out_step: Any
+    ) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            if compiled_for_pairs() or not pairs:
+                _emit_scores(builder, vectors, pairs, args)
+            else:
+                trap = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.trap")
+                builder.call(trap, [])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), code
+
+    return scores
+
+
+def make_lane_mix(vectors: int) -> Any:
+    """Make `mix(values, value_step, count, share, share_step, shrink, out, out_step, width)`.
+
+    out[w] = out[w] * shrink + sum over j < count, ascending, of share[j] * values[j, w], for `vectors` panels at once.
+    values: float32, readable up to the next multiple of `tile_of` columns; so is out; shrink:
+    a row every STATE bytes.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def mix(
+        typing: Any, values: Any, value_step: Any, count: Any, share: Any, share_step: Any, shrink: Any, out: Any,
+        out_step: Any, width: Any,
+    ) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _emit_mix(builder, vectors, args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), code
+
+    return mix
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def has_pairs(typing: Any) -> Any:
+    """Say whether kernels are compiled for a machine that adds pairs of bfloat16 products."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(ir.IntType(1), int(compiled_for_pairs()))
+
+    return types.boolean(), code
+
+
+def _every(number: float) -> Any:
+    return ir.Constant(_VECTOR, [number] * LANES)
+
+
+def _larger(builder: Any, x: Any, least: Any) -> Any:
+    """Return x where it is larger, else `least`; a NaN in x is passed over."""
+    return builder.select(builder.fcmp_ordered(">", x, least), x, least)
+
+
+def _power_of_two(builder: Any, x: Any) -> Any:
+    """2 ** x for x <= 0 to within 2 units in the last place; 2 ** -126 for all below; NaN stays NaN."""
+    least = _every(-126.0)
+    near = builder.select(builder.fcmp_ordered("<", x, least), least, x)
+    rint = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.rint.v{LANES}f32"
+    )
+    whole = builder.call(rint, [near])
+    rest = builder.fsub(near, whole)
+    power = _every(_POWERS[0])
+    for factor in _POWERS[1:]:
+        power = fma(builder, power, rest, _every(factor))
+    exponent = builder.shl(builder.fptosi(whole, _NUMBERS), ir.Constant(_NUMBERS, [23] * LANES))
+    return builder.bitcast(builder.add(builder.bitcast(power, _NUMBERS), exponent), _VECTOR)
+
+
+def _over_rows(
+    builder: Any, rows: Any, empty: Any, base: Any, deed: Callable[[Any, Any, Any], Any],
+    fold: Callable[[Any, Any], Any],
+) -> Any:
+    """Fold deed(row address, row number, gathered so far) over rows, a multiple of 4, in four chains; their fold."""
+    chains = [cgutils.alloca_once(builder, _VECTOR) for _ in range(4)]
+    for chain in chains:
+        builder.store(empty, chain)
+    with cgutils.for_range(builder, builder.udiv(rows, I64(4)), intp=I64) as loop:
+        for number, chain in enumerate(chains):
+            row = builder.add(builder.mul(loop.index, I64(4)), I64(number))
+            builder.store(deed(element_at(builder, base, row, ROW), row, builder.load(chain)), chain)
+    first, second, third, fourth = (builder.load(chain) for chain in chains)
+    return fold(fold(first, second), fold(third, fourth))
+
+
+def _emit_weigh(builder: Any, masked: bool, args: Any) -> None:
+    scores, rows, state, factor, seen, window, begin = args
+    best_at, total_at, shrink_at = (builder.add(state, I64(ROW * number)) for number in range(3))
+    factors, best, zero = splat(builder, factor, LANES), _load(builder, best_at), _every(0.0)
+    last, reach = load_lanes(builder, seen, I32, LANES, None), splat(builder, builder.trunc(window, I32), LANES)
+
+    def visible(row: Any) -> Any:
+        token = splat(builder, builder.trunc(builder.add(begin, row), I32), LANES)
+        return builder.icmp_unsigned("<", builder.sub(last, token), reach)
+
+    def highest(place: Any, row: Any, so_far: Any) -> Any:
+        score = _load(builder, place)
+        if masked:
+            score = builder.select(visible(row), score, _every(float("-inf")))
+        return _larger(builder, score, so_far)
+
+    top = _over_rows(builder, rows, best, scores, highest, lambda a, b: _larger(builder, a, b))
+    shift = builder.fneg(builder.fmul(top, factors))
+
+    def share(place: Any, row: Any, so_far: Any) -> Any:
+        power = _power_of_two(builder, fma(builder, _load(builder, place), factors, shift))
+        if masked:
+            power = builder.select(visible(row), power, zero)
+        store_lanes(builder, power, place, None)
+        return builder.fadd(so_far, power)
+
+    added = _over_rows(builder, rows, zero, scores, share, builder.fadd)
+    shrunk = _power_of_two(builder, fma(builder, best, factors, shift))
+    shrink = builder.select(builder.fcmp_ordered(">", top, best), shrunk, _every(1.0))
+    store_lanes(builder, top, best_at, None)
+    store_lanes(builder, fma(builder, _load(builder, total_at), shrink, added), total_at, None)
+    store_lanes(builder, shrink, shrink_at, None)
+
+
+def make_weigh(masked: bool) -> Any:
+    """Make `weigh(scores, rows, state, factor, seen, window, begin)`: turn one panel of scores into shares.
+
+    scores: `rows` rows, a multiple of 4; state: three rows, of which `best` (the largest score so far) and `total` (sum
+    of shares) are renewed, and `shrink` becomes what gathered values must be multiplied with; share = 2 ** (factor *
+    (score - best)).  masked: row i, token begin + i, is seen by lane q if 0 <= seen[q] - begin - i < window; seen: 16
+    int32, the last token that each lane sees.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def weigh(
+        typing: Any, scores: Any, rows: Any, state: Any, factor: Any, seen: Any, window: Any, begin: Any
+    ) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _emit_weigh(builder, masked, args)
+            return context.get_dummy_value()
+
+        integer = types.int64
+        return types.void(integer, integer, integer, types.float32, integer, integer, integer), code
+
+    return weigh
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def unpack_panel(typing: Any, panel: Any, divisor: Any, width: Any, target_list: Any) -> Any:
+    """Write each lane of a float32 panel of `width` rows, divided by its divisor, as a row of its own.
+
+    divisor: 16 float32 numbers; target_list: 16 int64 addresses, distinct or never read.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        panel, divisor, width, target_list = args
+        divisors = _load(builder, divisor)
+        targets = [_loaded(builder, element_at(builder, target_list, I64(q), 8), I64) for q in range(LANES)]
+
+        def strip(begin: Any, mask: Any) -> None:
+            at = [element_at(builder, panel, builder.add(begin, I64(number)), ROW) for number in range(LANES)]
+            rows = [builder.fdiv(_load(builder, address), divisors) for address in at]
+            for target, row in zip(targets, turned(builder, rows), strict=True):
+                store_lanes(builder, row, element_at(builder, target, begin, 4), mask)
+
+        in_strips(builder, width, LANES, strip)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), code
+
