@@ -22,6 +22,7 @@ from bgmpi.kernels.lane_code import (
     make_scores,
     make_weigh,
     unpack_panel,
+    widen_rows,
 )
 from bgmpi.kernels.emit import LANES
 from bgmpi.kernels.tile_code import pack_panel
@@ -41,25 +42,25 @@ TILE = 8
 
 
 @njit
-def scores(panels, pairs, keys, tokens, panel, panel_step, cells, out, out_step):
+def scores(panels, pairs, keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step):
     """Scores of `tokens` keys, padded to a multiple of TILE by the caller, with 1 - 4 panels."""
     if pairs:
         if panels == 4:
-            pairs_4(keys, tokens, panel, panel_step, cells, out, out_step)
+            pairs_4(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
         elif panels == 3:
-            pairs_3(keys, tokens, panel, panel_step, cells, out, out_step)
+            pairs_3(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
         elif panels == 2:
-            pairs_2(keys, tokens, panel, panel_step, cells, out, out_step)
+            pairs_2(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
         else:
-            pairs_1(keys, tokens, panel, panel_step, cells, out, out_step)
+            pairs_1(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
     elif panels == 4:
-        scores_4(keys, tokens, panel, panel_step, cells, out, out_step)
+        scores_4(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
     elif panels == 3:
-        scores_3(keys, tokens, panel, panel_step, cells, out, out_step)
+        scores_3(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
     elif panels == 2:
-        scores_2(keys, tokens, panel, panel_step, cells, out, out_step)
+        scores_2(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
     else:
-        scores_1(keys, tokens, panel, panel_step, cells, out, out_step)
+        scores_1(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
 
 
 @njit
@@ -84,12 +85,12 @@ def up(number, step):
 @njit
 def rooms(key_width, value_width):
     """Where the scratch of a thread has what, in bytes, and behind it how much there is of it: panels of queries, of
-    scores and of results; best, total and shrink of each panel; addresses of keys and of rows; the last token that each
-    lane sees; values and keys as float32; rows of results."""
+    scores and of results; best, total and shrink of each panel; addresses of keys of two folds, and of rows; the last token
+    that each lane sees; values and keys as float32; rows of results; factors of lanes; addresses of the float32 keys."""
     sizes = (
         PANELS * ROW * up(key_width, LANES), PANELS * ROW * FOLD, PANELS * ROW * up(value_width, TILE),
-        PANELS * 3 * ROW, 8 * FOLD, 8 * LANES, 4 * QUERIES, FOLD * value_step(value_width),
-        4 * max(FOLD, LANES) * key_width, 4 * LANES * value_width + 64, ROW,
+        PANELS * STATE, 16 * FOLD, 8 * LANES, 4 * QUERIES, FOLD * value_step(value_width),
+        4 * max(FOLD, LANES) * key_width, 4 * LANES * value_width, ROW, 8 * FOLD,
     )
     begin = np.zeros(len(sizes) + 1, np.int64)
     for number, size in enumerate(sizes):
@@ -139,37 +140,37 @@ def pack_queries(word, room, begin, rows, head, heads):
 
 
 @njit
-def lay_fold(word, room, begin, sequence, block, first, count):
-    """Widen the values of cached tokens first .. first + count - 1, and list where their keys are (float32 or pairs).
+def list_keys(word, sequence, block, first, end, keys):
+    """List where the keys of up to FOLD cached tokens from `first` on are, and return how many there are.
 
-    Keys up to the next multiple of TILE are the last one again.
+    Behind them, up to the next multiple of TILE, is the last one again.
     """
-    keys = carray(at(room + begin[4]), FOLD, np.int64)
-    key_width, step = word[22], value_step(word[23])
-    direct = in_pairs(word) or word[24] == 0
-    token = first
-    while token < first + count:
+    token, after = first, min(first + FOLD, end)
+    while token < after:
         place, left = place_of(word, sequence, token)
-        for number in range(token - first, min(token + left, first + count) - first):
-            widen(place + word[8] + block * word[9], room + begin[7] + number * step, word[23], word[24])
-            keys[number] = place + block * word[7]
-            if not direct:
-                keys[number] = room + begin[8] + 4 * number * key_width
-                widen(place + block * word[7], keys[number], key_width, word[24])
+        place += block * word[7]
+        for number in range(token - first, min(token + left, after) - first):
+            keys[number] = place
             place += word[10]
         token += left
-    for number in range(count, up(count, TILE)):
-        keys[number] = keys[count - 1]
+    for number in range(after - first, up(after - first, TILE)):
+        keys[number] = keys[after - first - 1]
+    return after - first
 
 
 @njit
-def lane_fold(word, room, begin, panels, first, count, factor, least, most):
-    """Let all panels see the cached tokens of a fold that is laid.  least, most: the last tokens seen by any lane."""
+def lane_fold(word, room, begin, block, keys, ahead, panels, first, count, factor, least, most):
+    """Let all panels see the cached tokens of one fold.  least, most: the last tokens seen by any lane."""
+    to_value = word[8] + block * (word[9] - word[7])
+    widen_rows(keys, to_value, count, room + begin[7], value_step(word[23]), word[23], word[24])
     panel_step, share_step = ROW * up(word[22], LANES), ROW * FOLD
     cells = word[22] // 2 if in_pairs(word) else word[22]
-    tokens = up(count, TILE)
-    scores(panels, in_pairs(word), room + begin[4], tokens, room + begin[0], panel_step, cells, room + begin[1],
-           share_step)
+    tokens, sources = up(count, TILE), keys
+    if word[24] != 0 and not in_pairs(word):
+        widen_rows(keys, 0, tokens, room + begin[8], 4 * word[22], word[22], word[24])
+        sources = room + begin[11]
+    scores(panels, in_pairs(word), sources, tokens, room + begin[0], panel_step, cells, room + begin[1], share_step,
+           ahead, to_value)
     window = word[30] if word[30] > 0 else np.int64(1 << 31) - 1
     whole = tokens == count and first + count - 1 <= least and first > most - window
     for panel in range(panels):
@@ -189,14 +190,13 @@ def keep_lanes(word, room, begin, rows, task, scale):
     width, size = word[23], word[25]
     target = carray(at(room + begin[5]), LANES, np.int64)
     queries, scratch = len(rows) * heads, room + begin[9]
-    ones = carray(at(room + begin[10]), LANES, np.float32)
-    ones[:] = 1
-    whole = rows[0, 2] < 0
+    factors, whole = carray(at(room + begin[10]), LANES, np.float32), rows[0, 2] < 0
     for first in range(0, queries, LANES):
         panel = room + begin[2] + first // LANES * ROW * up(width, TILE)
         state = room + begin[3] + first // LANES * STATE
         lanes = carray(at(state), (3, LANES), np.float32)
         for lane in range(LANES):
+            factors[lane] = np.float32(1.0) / lanes[1, lane] if whole else np.float32(1.0)
             target[lane] = scratch + 4 * lane * width
             q = first + lane
             if q < queries and not whole:
@@ -204,7 +204,7 @@ def keep_lanes(word, room, begin, rows, task, scale):
                 target[lane] = word[29] + 4 * (part * word[28] + head % word[28] + q % heads) * (width + 2)
                 ends = carray(at(target[lane] + 4 * width), 2, np.float32)
                 ends[0], ends[1] = lanes[0, lane] * scale, lanes[1, lane]
-        unpack_panel(panel, state + ROW if whole else room + begin[10], width, room + begin[5])
+        unpack_panel(panel, room + begin[10], width, room + begin[5])
         if whole:
             for q in range(first, min(first + LANES, queries)):
                 place = (rows[q // heads, 0] * word[27] + head + q % heads) * width * size
@@ -228,9 +228,16 @@ def lane_task(word, room, begin, task, listed, scale):
     states = carray(at(room + begin[3]), (panels, 3, LANES), np.float32)
     states[:, 0], states[:, 1] = -np.inf, 0
     carray(at(room + begin[2]), panels * LANES * up(word[23], TILE), np.float32)[:] = 0
+    wide_keys = carray(at(room + begin[11]), FOLD, np.int64)
+    for number in range(FOLD):
+        wide_keys[number] = room + begin[8] + 4 * number * word[22]
     factor = np.float32(scale * 1.4426950408889634)
+    keys = carray(at(room + begin[4]), (2, FOLD), np.int64)
+    count, now = list_keys(word, task[2], block, task[3], task[4], keys[0]), 0
     for first in range(task[3], task[4], FOLD):
-        count = min(FOLD, task[4] - first)
-        lay_fold(word, room, begin, task[2], block, first, count)
-        lane_fold(word, room, begin, panels, first, count, factor, seen.min(), seen.max())
+        more = list_keys(word, task[2], block, first + FOLD, task[4], keys[1 - now]) if first + FOLD < task[4] else 0
+        ahead = 1 - now if more == FOLD else now
+        lane_fold(word, room, begin, block, keys[now].ctypes.data, keys[ahead].ctypes.data, panels, first, count, factor,
+                  seen.min(), seen.max())
+        count, now = more, 1 - now
     keep_lanes(word, room, begin, rows, task, scale)

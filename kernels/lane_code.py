@@ -30,12 +30,16 @@ from bgmpi.kernels.emit import (
     I32,
     I64,
     LANES,
+    SIZE,
     Bfloat16,
     element_at,
     fma,
+    for_each_kind,
     in_strips,
     load_lanes,
+    load_wide,
     pointer_to,
+    prefetch,
     splat,
     store_lanes,
     turned,
@@ -79,7 +83,7 @@ def _tile(builder: Any, rows: int, vectors: int) -> list[list[Any]]:
 
 
 def _emit_scores(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
-    keys, tokens, panel, panel_step, cells, out, out_step = args
+    keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step = args
     each = tile_of(vectors)[0]
     tile = _tile(builder, each, vectors)
     with cgutils.for_range(builder, builder.udiv(tokens, I64(each)), intp=I64) as turn:
@@ -87,10 +91,14 @@ def _emit_scores(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
         key_at = [
             _loaded(builder, element_at(builder, keys, builder.add(first, I64(t)), 8), I64) for t in range(each)
         ]
+        soon = _loaded(builder, element_at(builder, ahead, first, 8), I64)
         for line in tile:
             for total in line:
                 builder.store(ir.Constant(_VECTOR, None), total)
         with cgutils.for_range(builder, cells, intp=I64) as loop:
+            place = element_at(builder, soon, loop.index, 4 * each)
+            for address in (place, builder.add(place, ahead_step)):
+                prefetch(builder, address)
             row = element_at(builder, panel, loop.index, ROW)
             queries = [_load(builder, _vector_at(builder, row, panel_step, v)) for v in range(vectors)]
             for line, address in zip(tile, key_at, strict=True):
@@ -136,16 +144,18 @@ def _emit_mix(builder: Any, vectors: int, args: Any) -> None:
 
 
 def make_scores(vectors: int, pairs: bool) -> Any:
-    """Make `scores(keys, tokens, panel, panel_step, cells, out, out_step)`: out[t] = key t . each query of the panels.
+    """Make `scores(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)`: out[t] = key t . queries.
 
     keys: address of int64 addresses of `tokens` keys, a multiple of `tile_of`; panel: the first of `vectors` panels of
     `cells` rows; out: the first of as many panels, a row a token.  pairs: keys and panels are pairs of bfloat16.  Not
-    to be run where `compiled_for_pairs` says no.
+    to be run where `compiled_for_pairs` says no.  ahead: addresses of the rows that will be read next, as `keys` has
+    them, and ahead_step bytes behind each there is another: both are asked for meanwhile.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
     def scores(
-        typing: Any, keys: Any, tokens: Any, panel: Any, panel_step: Any, cells: Any, out: Any, out_step: Any
+        typing: Any, keys: Any, tokens: Any, panel: Any, panel_step: Any, cells: Any, out: Any, out_step: Any,
+        ahead: Any, ahead_step: Any,
     ) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             if compiled_for_pairs() or not pairs:
@@ -155,7 +165,7 @@ def make_scores(vectors: int, pairs: bool) -> Any:
                 builder.call(trap, [])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), code
+        return types.void(*[types.int64] * 9), code
 
     return scores
 
@@ -291,20 +301,20 @@ def make_weigh(masked: bool) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def unpack_panel(typing: Any, panel: Any, divisor: Any, width: Any, target_list: Any) -> Any:
-    """Write each lane of a float32 panel of `width` rows, divided by its divisor, as a row of its own.
+def unpack_panel(typing: Any, panel: Any, factor: Any, width: Any, target_list: Any) -> Any:
+    """Write each lane of a float32 panel of `width` rows, times its factor, as a row of its own.
 
-    divisor: 16 float32 numbers; target_list: 16 int64 addresses, distinct or never read.
+    factor: 16 float32 numbers; target_list: 16 int64 addresses, distinct or never read.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        panel, divisor, width, target_list = args
-        divisors = _load(builder, divisor)
+        panel, factor, width, target_list = args
+        factors = _load(builder, factor)
         targets = [_loaded(builder, element_at(builder, target_list, I64(q), 8), I64) for q in range(LANES)]
 
         def strip(begin: Any, mask: Any) -> None:
             at = [element_at(builder, panel, builder.add(begin, I64(number)), ROW) for number in range(LANES)]
-            rows = [builder.fdiv(_load(builder, address), divisors) for address in at]
+            rows = [builder.fmul(_load(builder, address), factors) for address in at]
             for target, row in zip(targets, turned(builder, rows), strict=True):
                 store_lanes(builder, row, element_at(builder, target, begin, 4), mask)
 
@@ -313,3 +323,30 @@ def unpack_panel(typing: Any, panel: Any, divisor: Any, width: Any, target_list:
 
     return types.void(*[types.int64] * 4), code
 
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen_rows(typing: Any, sources: Any, ahead: Any, count: Any, target: Any, step: Any, width: Any, kind: Any) -> Any:
+    """Copy rows of `width` numbers of this kind as float32.
+
+    sources: address of `count` int64 addresses, `ahead` bytes before the rows; step: bytes between rows of the target.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sources, ahead, count, target, step, width, kind = args
+
+        def emit(number: int) -> None:
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                source = _loaded(builder, element_at(builder, sources, loop.index, 8), I64)
+                source, place = builder.add(source, ahead), builder.add(target, builder.mul(loop.index, step))
+
+                def strip(begin: Any, mask: Any) -> None:
+                    wide = load_wide(builder, element_at(builder, source, begin, SIZE[number]), number, 2 * LANES, mask)
+                    store_lanes(builder, wide, element_at(builder, place, begin, 4), mask)
+
+                in_strips(builder, width, 2 * LANES, strip)
+
+        for_each_kind(builder, kind, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), code
