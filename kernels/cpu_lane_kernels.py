@@ -21,6 +21,7 @@ from bgmpi.kernels.lane_code import (
     make_lane_mix,
     make_scores,
     make_weigh,
+    pair_rows,
     unpack_panel,
     widen_rows,
 )
@@ -28,10 +29,12 @@ from bgmpi.kernels.emit import LANES
 from bgmpi.kernels.tile_code import pack_panel
 from bgmpi.kernels.vector_code import at, narrow, widen
 
-scores_1, scores_2, scores_3, scores_4 = (make_scores(vectors, False) for vectors in (1, 2, 3, 4))
-pairs_1, pairs_2, pairs_3, pairs_4 = (make_scores(vectors, True) for vectors in (1, 2, 3, 4))
-mix_1, mix_2, mix_3, mix_4 = (make_lane_mix(vectors) for vectors in (1, 2, 3, 4))
-weigh_seen, weigh_whole = make_weigh(True), make_weigh(False)
+scores_1, scores_2, scores_4 = (make_scores(panels, False) for panels in (1, 2, 4))
+pair_scores_1, pair_scores_2, pair_scores_4 = (make_scores(panels, True) for panels in (1, 2, 4))
+mix_1, mix_2, mix_4 = (make_lane_mix(panels, False) for panels in (1, 2, 4))
+pair_mix_1, pair_mix_2, pair_mix_4 = (make_lane_mix(panels, True) for panels in (1, 2, 4))
+weigh_seen, weigh_whole = make_weigh(True, False), make_weigh(False, False)
+pair_weigh_seen, pair_weigh_whole = make_weigh(True, True), make_weigh(False, True)
 
 #: Panels that pass the cached tokens together, the queries in them, and tokens between two folds of the softmax.
 PANELS = 4
@@ -43,37 +46,60 @@ TILE = 8
 
 @njit
 def scores(panels, pairs, keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step):
-    """Scores of `tokens` keys, padded to a multiple of TILE by the caller, with 1 - 4 panels."""
-    if pairs:
-        if panels == 4:
-            pairs_4(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
-        elif panels == 3:
-            pairs_3(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
-        elif panels == 2:
-            pairs_2(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
+    """Scores of `tokens` keys, a multiple of TILE, with any number of panels."""
+    while panels > 0:
+        some = 4 if panels >= 4 else min(panels, 2)
+        if pairs:
+            if some == 4:
+                pair_scores_4(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
+            elif some == 2:
+                pair_scores_2(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
+            else:
+                pair_scores_1(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
+        elif some == 4:
+            scores_4(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
+        elif some == 2:
+            scores_2(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
         else:
-            pairs_1(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
-    elif panels == 4:
-        scores_4(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
-    elif panels == 3:
-        scores_3(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
-    elif panels == 2:
-        scores_2(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
-    else:
-        scores_1(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
+            scores_1(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)
+        panels, panel, out = panels - some, panel + some * panel_step, out + some * out_step
 
 
 @njit
-def mix(panels, values, value_step, count, share, share_step, shrink, out, out_step, width):
-    """Add the values of `count` tokens to what 1 - 4 panels have gathered."""
-    if panels == 4:
-        mix_4(values, value_step, count, share, share_step, shrink, out, out_step, width)
-    elif panels == 3:
-        mix_3(values, value_step, count, share, share_step, shrink, out, out_step, width)
-    elif panels == 2:
-        mix_2(values, value_step, count, share, share_step, shrink, out, out_step, width)
-    else:
-        mix_1(values, value_step, count, share, share_step, shrink, out, out_step, width)
+def mix(panels, pairs, values, step, rows, share, share_step, shrink, out, out_step, width):
+    """Add `rows` rows of values to what any number of panels have gathered."""
+    while panels > 0:
+        some = 4 if panels >= 4 else min(panels, 2)
+        if pairs:
+            if some == 4:
+                pair_mix_4(values, step, rows, share, share_step, shrink, out, out_step, width)
+            elif some == 2:
+                pair_mix_2(values, step, rows, share, share_step, shrink, out, out_step, width)
+            else:
+                pair_mix_1(values, step, rows, share, share_step, shrink, out, out_step, width)
+        elif some == 4:
+            mix_4(values, step, rows, share, share_step, shrink, out, out_step, width)
+        elif some == 2:
+            mix_2(values, step, rows, share, share_step, shrink, out, out_step, width)
+        else:
+            mix_1(values, step, rows, share, share_step, shrink, out, out_step, width)
+        panels, share, out = panels - some, share + some * share_step, out + some * out_step
+        shrink += some * STATE
+
+
+@njit
+def weigh(panels, pairs, whole, shares, share_step, rows, state, factor, seen, window, first):
+    """Turn the scores of any number of panels into shares; whole: all lanes see all rows."""
+    for panel in range(panels):
+        if pairs and whole:
+            pair_weigh_whole(shares, rows, state, factor, 0, 0, 0)
+        elif pairs:
+            pair_weigh_seen(shares, rows, state, factor, seen, window, first)
+        elif whole:
+            weigh_whole(shares, rows, state, factor, 0, 0, 0)
+        else:
+            weigh_seen(shares, rows, state, factor, seen, window, first)
+        shares, state, seen = shares + share_step, state + STATE, seen + 4 * LANES
 
 
 @njit
@@ -161,25 +187,23 @@ def list_keys(word, sequence, block, first, end, keys):
 @njit
 def lane_fold(word, room, begin, block, keys, ahead, panels, first, count, factor, least, most):
     """Let all panels see the cached tokens of one fold.  least, most: the last tokens seen by any lane."""
-    to_value = word[8] + block * (word[9] - word[7])
-    widen_rows(keys, to_value, count, room + begin[7], value_step(word[23]), word[23], word[24])
-    panel_step, share_step = ROW * up(word[22], LANES), ROW * FOLD
-    cells = word[22] // 2 if in_pairs(word) else word[22]
-    tokens, sources = up(count, TILE), keys
+    to_value, short, tokens = word[8] + block * (word[9] - word[7]), has_pairs() and word[24] == 1, up(count, TILE)
+    step, share_step, sources = value_step(word[23]), ROW * FOLD, keys
+    if short:
+        pair_rows(keys, to_value, (count + 1) // 2, room + begin[7], step, word[23])
+    else:
+        widen_rows(keys, to_value, count, room + begin[7], step, word[23], word[24])
     if word[24] != 0 and not in_pairs(word):
         widen_rows(keys, 0, tokens, room + begin[8], 4 * word[22], word[22], word[24])
         sources = room + begin[11]
-    scores(panels, in_pairs(word), sources, tokens, room + begin[0], panel_step, cells, room + begin[1], share_step,
-           ahead, to_value)
+    cells = word[22] // 2 if in_pairs(word) else word[22]
+    scores(panels, in_pairs(word), sources, tokens, room + begin[0], ROW * up(word[22], LANES), cells, room + begin[1],
+           share_step, ahead, to_value)
     window = word[30] if word[30] > 0 else np.int64(1 << 31) - 1
     whole = tokens == count and first + count - 1 <= least and first > most - window
-    for panel in range(panels):
-        state, shares = room + begin[3] + panel * STATE, room + begin[1] + panel * share_step
-        if whole:
-            weigh_whole(shares, tokens, state, factor, 0, 0, 0)
-        else:
-            weigh_seen(shares, tokens, state, factor, room + begin[6] + 4 * LANES * panel, window, first)
-    mix(panels, room + begin[7], value_step(word[23]), count, room + begin[1], share_step,
+    weigh(panels, short, whole, room + begin[1], share_step, tokens, room + begin[3], factor, room + begin[6], window,
+          first)
+    mix(panels, short, room + begin[7], step, (count + 1) // 2 if short else count, room + begin[1], share_step,
         room + begin[3] + 2 * ROW, room + begin[2], ROW * up(word[23], TILE), word[23])
 
 

@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 
 from bgmpi.kernels.emit import (
     F32,
+    I16,
     I32,
     I64,
     LANES,
@@ -71,11 +72,18 @@ def _loaded(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(pointer_to(builder, address, kind))
 
 
-def _pair_product(builder: Any, total: Any, key: Any, query: Any) -> Any:
-    pairs = ir.VectorType(Bfloat16(), 2 * LANES)
-    kind = ir.FunctionType(_VECTOR, [_VECTOR, pairs, pairs])
+def _product(builder: Any, pairs: bool, total: Any, one: Any, other: Any) -> Any:
+    """total + one * other, of float32 numbers or of pairs of bfloat16."""
+    if not pairs:
+        return fma(builder, one, other, total)
+    cells = ir.VectorType(Bfloat16(), 2 * LANES)
+    kind = ir.FunctionType(_VECTOR, [_VECTOR, cells, cells])
     product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(product, [total, builder.bitcast(key, pairs), builder.bitcast(query, pairs)])
+    return builder.call(product, [total, builder.bitcast(one, cells), builder.bitcast(other, cells)])
+
+
+def _trap(builder: Any) -> None:
+    builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.trap"), [])
 
 
 def _tile(builder: Any, rows: int, vectors: int) -> list[list[Any]]:
@@ -105,16 +113,14 @@ def _emit_scores(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
                 cell = _loaded(builder, element_at(builder, address, loop.index, 4), I32 if pairs else F32)
                 key = splat(builder, cell, LANES)
                 for total, query in zip(line, queries, strict=True):
-                    before = builder.load(total)
-                    after = _pair_product(builder, before, key, query) if pairs else fma(builder, key, query, before)
-                    builder.store(after, total)
+                    builder.store(_product(builder, pairs, builder.load(total), key, query), total)
         for t, line in enumerate(tile):
             row = element_at(builder, out, builder.add(first, I64(t)), ROW)
             for v, total in enumerate(line):
                 store_lanes(builder, builder.load(total), _vector_at(builder, row, out_step, v), None)
 
 
-def _emit_mix(builder: Any, vectors: int, args: Any) -> None:
+def _emit_mix(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
     values, value_step, count, share, share_step, shrink, out, out_step, width = args
     each = tile_of(vectors)[1]
     tile = _tile(builder, each, vectors)
@@ -135,9 +141,9 @@ def _emit_mix(builder: Any, vectors: int, args: Any) -> None:
             shares = [_load(builder, _vector_at(builder, row, share_step, v)) for v in range(vectors)]
             source = builder.add(column, builder.mul(loop.index, value_step))
             for w, line in enumerate(tile):
-                value = splat(builder, _loaded(builder, builder.add(source, I64(4 * w)), F32), LANES)
+                value = splat(builder, _loaded(builder, builder.add(source, I64(4 * w)), I32 if pairs else F32), LANES)
                 for total, factor in zip(line, shares, strict=True):
-                    builder.store(fma(builder, value, factor, builder.load(total)), total)
+                    builder.store(_product(builder, pairs, builder.load(total), value, factor), total)
         for line, line_places in zip(tile, places, strict=True):
             for total, place in zip(line, line_places, strict=True):
                 store_lanes(builder, builder.load(total), place, None)
@@ -161,8 +167,7 @@ def make_scores(vectors: int, pairs: bool) -> Any:
             if compiled_for_pairs() or not pairs:
                 _emit_scores(builder, vectors, pairs, args)
             else:
-                trap = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.trap")
-                builder.call(trap, [])
+                _trap(builder)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 9), code
@@ -170,21 +175,24 @@ def make_scores(vectors: int, pairs: bool) -> Any:
     return scores
 
 
-def make_lane_mix(vectors: int) -> Any:
-    """Make `mix(values, value_step, count, share, share_step, shrink, out, out_step, width)`.
+def make_lane_mix(vectors: int, pairs: bool) -> Any:
+    """Make `mix(values, value_step, rows, share, share_step, shrink, out, out_step, width)`.
 
-    out[w] = out[w] * shrink + sum over j < count, ascending, of share[j] * values[j, w], for `vectors` panels at once.
-    values: float32, readable up to the next multiple of `tile_of` columns; so is out; shrink:
-    a row every STATE bytes.
+    out[w] = out[w] * shrink + sum over j < rows, ascending, of share[j] * values[j, w], for `vectors` panels at once.
+    values, share: float32, a row a token, or pairs of bfloat16, a row two tokens (see `make_scores`).  values are
+    readable up to the next multiple of `tile_of` columns; so is out; shrink: a row every STATE bytes.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
     def mix(
-        typing: Any, values: Any, value_step: Any, count: Any, share: Any, share_step: Any, shrink: Any, out: Any,
+        typing: Any, values: Any, value_step: Any, rows: Any, share: Any, share_step: Any, shrink: Any, out: Any,
         out_step: Any, width: Any,
     ) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit_mix(builder, vectors, args)
+            if compiled_for_pairs() or not pairs:
+                _emit_mix(builder, vectors, pairs, args)
+            else:
+                _trap(builder)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 9), code
@@ -227,49 +235,66 @@ def _power_of_two(builder: Any, x: Any) -> Any:
     return builder.bitcast(builder.add(builder.bitcast(power, _NUMBERS), exponent), _VECTOR)
 
 
-def _over_rows(
-    builder: Any, rows: Any, empty: Any, base: Any, deed: Callable[[Any, Any, Any], Any],
-    fold: Callable[[Any, Any], Any],
+def _four_rows(
+    builder: Any, rows: Any, empty: Any, deed: Callable[[Any], list[Any]], fold: Callable[[Any, Any], Any]
 ) -> Any:
-    """Fold deed(row address, row number, gathered so far) over rows, a multiple of 4, in four chains; their fold."""
+    """Fold what deed(first row) returns for each four of `rows` rows, in four chains; then fold the chains."""
     chains = [cgutils.alloca_once(builder, _VECTOR) for _ in range(4)]
     for chain in chains:
         builder.store(empty, chain)
     with cgutils.for_range(builder, builder.udiv(rows, I64(4)), intp=I64) as loop:
-        for number, chain in enumerate(chains):
-            row = builder.add(builder.mul(loop.index, I64(4)), I64(number))
-            builder.store(deed(element_at(builder, base, row, ROW), row, builder.load(chain)), chain)
+        for chain, found in zip(chains, deed(builder.mul(loop.index, I64(4))), strict=True):
+            builder.store(fold(found, builder.load(chain)), chain)
     first, second, third, fourth = (builder.load(chain) for chain in chains)
     return fold(fold(first, second), fold(third, fourth))
 
 
-def _emit_weigh(builder: Any, masked: bool, args: Any) -> None:
+def _paired(builder: Any, even: Any, odd: Any) -> tuple[Any, Any, Any]:
+    """Round two vectors of numbers that are not negative to bfloat16 -> pairs of them, and what they have become."""
+    half, high = ir.Constant(_NUMBERS, [0x8000] * LANES), ir.Constant(_NUMBERS, [0xFFFF0000] * LANES)
+    sixteen = ir.Constant(_NUMBERS, [16] * LANES)
+    low, top = (builder.and_(builder.add(builder.bitcast(x, _NUMBERS), half), high) for x in (even, odd))
+    cells = builder.bitcast(builder.or_(builder.lshr(low, sixteen), top), _VECTOR)
+    return cells, builder.bitcast(low, _VECTOR), builder.bitcast(top, _VECTOR)
+
+
+def _emit_weigh(builder: Any, masked: bool, pairs: bool, args: Any) -> None:
     scores, rows, state, factor, seen, window, begin = args
     best_at, total_at, shrink_at = (builder.add(state, I64(ROW * number)) for number in range(3))
     factors, best, zero = splat(builder, factor, LANES), _load(builder, best_at), _every(0.0)
     last, reach = load_lanes(builder, seen, I32, LANES, None), splat(builder, builder.trunc(window, I32), LANES)
 
-    def visible(row: Any) -> Any:
+    def rows_from(first: Any) -> list[tuple[Any, Any]]:
+        numbers = [builder.add(first, I64(number)) for number in range(4)]
+        return [(row, _load(builder, element_at(builder, scores, row, ROW))) for row in numbers]
+
+    def if_visible(row: Any, value: Any, otherwise: Any) -> Any:
+        if not masked:
+            return value
         token = splat(builder, builder.trunc(builder.add(begin, row), I32), LANES)
-        return builder.icmp_unsigned("<", builder.sub(last, token), reach)
+        return builder.select(builder.icmp_unsigned("<", builder.sub(last, token), reach), value, otherwise)
 
-    def highest(place: Any, row: Any, so_far: Any) -> Any:
-        score = _load(builder, place)
-        if masked:
-            score = builder.select(visible(row), score, _every(float("-inf")))
-        return _larger(builder, score, so_far)
+    def highest(first: Any) -> list[Any]:
+        return [if_visible(row, score, _every(float("-inf"))) for row, score in rows_from(first)]
 
-    top = _over_rows(builder, rows, best, scores, highest, lambda a, b: _larger(builder, a, b))
+    top = _four_rows(builder, rows, best, highest, lambda x, least: _larger(builder, x, least))
     shift = builder.fneg(builder.fmul(top, factors))
 
-    def share(place: Any, row: Any, so_far: Any) -> Any:
-        power = _power_of_two(builder, fma(builder, _load(builder, place), factors, shift))
-        if masked:
-            power = builder.select(visible(row), power, zero)
-        store_lanes(builder, power, place, None)
-        return builder.fadd(so_far, power)
+    def shares(first: Any) -> list[Any]:
+        found = [
+            if_visible(row, _power_of_two(builder, fma(builder, score, factors, shift)), zero)
+            for row, score in rows_from(first)
+        ]
+        lines = [(builder.add(first, I64(number)), share) for number, share in enumerate(found)]
+        if pairs:
+            (one, *rounded), (other, *more) = (_paired(builder, *found[n : n + 2]) for n in (0, 2))
+            half = builder.udiv(first, I64(2))
+            lines, found = [(half, one), (builder.add(half, I64(1)), other)], [*rounded, *more]
+        for row, line in lines:
+            store_lanes(builder, line, element_at(builder, scores, row, ROW), None)
+        return found
 
-    added = _over_rows(builder, rows, zero, scores, share, builder.fadd)
+    added = _four_rows(builder, rows, zero, shares, builder.fadd)
     shrunk = _power_of_two(builder, fma(builder, best, factors, shift))
     shrink = builder.select(builder.fcmp_ordered(">", top, best), shrunk, _every(1.0))
     store_lanes(builder, top, best_at, None)
@@ -277,13 +302,14 @@ def _emit_weigh(builder: Any, masked: bool, args: Any) -> None:
     store_lanes(builder, shrink, shrink_at, None)
 
 
-def make_weigh(masked: bool) -> Any:
+def make_weigh(masked: bool, pairs: bool) -> Any:
     """Make `weigh(scores, rows, state, factor, seen, window, begin)`: turn one panel of scores into shares.
 
     scores: `rows` rows, a multiple of 4; state: three rows, of which `best` (the largest score so far) and `total` (sum
     of shares) are renewed, and `shrink` becomes what gathered values must be multiplied with; share = 2 ** (factor *
     (score - best)).  masked: row i, token begin + i, is seen by lane q if 0 <= seen[q] - begin - i < window; seen: 16
-    int32, the last token that each lane sees.
+    int32, the last token that each lane sees.  pairs: shares are rounded to bfloat16, the sum is that of the rounded
+    ones, and two rows become one of pairs.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -291,7 +317,7 @@ def make_weigh(masked: bool) -> Any:
         typing: Any, scores: Any, rows: Any, state: Any, factor: Any, seen: Any, window: Any, begin: Any
     ) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit_weigh(builder, masked, args)
+            _emit_weigh(builder, masked, pairs, args)
             return context.get_dummy_value()
 
         integer = types.int64
@@ -350,3 +376,30 @@ def widen_rows(typing: Any, sources: Any, ahead: Any, count: Any, target: Any, s
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pair_rows(typing: Any, sources: Any, ahead: Any, pairs: Any, target: Any, step: Any, width: Any) -> Any:
+    """Lay rows of `width` bfloat16 numbers two and two, number beside number (see `widen_rows`)."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sources, ahead, pairs, target, step, width = args
+        with cgutils.for_range(builder, pairs, intp=I64) as loop:
+            both = [
+                builder.add(_loaded(builder, element_at(builder, sources, number, 8), I64), ahead)
+                for number in (builder.mul(loop.index, I64(2)), builder.add(builder.mul(loop.index, I64(2)), I64(1)))
+            ]
+            place = builder.add(target, builder.mul(loop.index, step))
+
+            def strip(begin: Any, mask: Any) -> None:
+                even, odd = (
+                    builder.zext(load_lanes(builder, element_at(builder, row, begin, 2), I16, LANES, mask), _NUMBERS)
+                    for row in both
+                )
+                cells = builder.or_(even, builder.shl(odd, ir.Constant(_NUMBERS, [16] * LANES)))
+                store_lanes(builder, builder.bitcast(cells, _VECTOR), element_at(builder, place, begin, 4), mask)
+
+            in_strips(builder, width, LANES, strip)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), code
