@@ -79,7 +79,7 @@ class CpuPlan:
         self.slot: NDArray[np.int64] = position % page_tokens
         rows, small = Rows(np.arange(self.tokens), sequence, position + 1), (count <= few_new)[sequence]
         self._few, self._many = rows.of(small), rows.of(~small)
-        able = np.where((count > 0) & (count <= few_new), kv_before // page_tokens, 0) if share else np.zeros_like(count)
+        able = np.where(share & (count > 0) & (count <= few_new), kv_before // page_tokens, 0)
         self._stretches = find_stretches(self.pages, able, page_tokens)
         self._tasks: dict[tuple[Heads, int], Tasks] = {}
 

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Attention of query rows over pages, and the writing of new tokens into them.
 
-A task is a few neighbouring rows of one sequence, one block of heads that share keys, and at most SPAN cached tokens.
-Softmax is folded every FOLD tokens, counted from the sequence's begin.  So what a row gets depends on its own place and
-on the window: not on rows that share its task, on chunks, on page size or on threads.
-How a kernel is called stands in `cpu_dot_kernels`.
+A row task is a few neighbouring rows of one sequence, one block of heads that share keys, and at most SPAN cached
+tokens.  Softmax is folded every FOLD tokens, counted from the sequence's begin.  So what a row gets depends on its own
+place and on the window: not on rows that share its task, on chunks, on page size or on threads.  Lane tasks
+(`cpu_lane_kernels`) are for many queries that read the same pages.  All of them, and the joins of what more than one
+task computed of a row, are one call.  How a kernel is called stands in `cpu_dot_kernels`.
 """
 
 from __future__ import annotations
@@ -201,14 +202,14 @@ def attend(p):
     listed, joins = carray(at(word[18]), (word[19], 4), np.int64), carray(at(word[20]), (word[21], 4), np.int64)
     number, done = draw(word.ctypes.data), word.ctypes.data + 8
     if number < len(lanes):
-        begin = rooms(word[22], word[23])
-        room = np.empty(begin[-1] + 64, np.uint8)
-        base = up(room.ctypes.data, 64)
+        room = rooms(word[22], word[23])
+        held = np.empty(room[-1] + 64, np.uint8)
+        room += up(held.ctypes.data, 64)
         while number < len(lanes):
-            lane_task(word, base, begin, lanes[number], listed, scale)
+            lane_task(word, room, lanes[number], listed, scale)
             arrive(done)
             number = draw(word.ctypes.data)
-        room[0] = 0  # it must live until here
+        held[0] = 0  # it must live until here
     number -= len(lanes)
     most = word[28] * word[31]
     query, queries = np.empty((most, word[22]), np.float32), np.empty(most, np.int64)

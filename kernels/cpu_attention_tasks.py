@@ -72,7 +72,7 @@ class Tasks:
 def find_tasks(few: Rows, many: Rows, sequences: int, stretches: list[Stretch], heads: Heads, window: int) -> Tasks:
     """Return all tasks.  few: rows of decode; many: those of prefill, a sequence's in order; stretches: none under a
     window."""
-    base, held = np.zeros(sequences, np.int64), np.zeros(sequences, np.int64)  # tokens and parts of a sequence's stretches
+    base, held = np.zeros((2, sequences), np.int64)  # tokens and parts of each sequence's stretches
     first_part = []
     for stretch in stretches:
         first_part.append(held[stretch.members])

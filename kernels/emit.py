@@ -149,7 +149,7 @@ def exp_lanes(builder: Any, x: Any) -> Any:
     return builder.select(builder.fcmp_unordered("uno", x, x), x, result)
 
 
-def turned(builder: Any, rows: list[Any]) -> list[Any]:
+def turn_lanes(builder: Any, rows: list[Any]) -> list[Any]:
     """Exchange rows and columns of 16 x 16 numbers: in each of four steps, rows that differ in one bit of their number
     exchange the lanes that differ in it."""
     lanes = ir.VectorType(I32, LANES)

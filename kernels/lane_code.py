@@ -9,15 +9,15 @@ NaN stays in its lane.
 A panel holds 16 queries: row i of it is number i of each (float32), or numbers 2 i and 2 i + 1 of each (pairs of
 bfloat16); 64 bytes a row.  Up to four panels pass the cached tokens together; then each cached number that is loaded
 meets four vectors, and the arithmetic is the bound.  All sums are float32.  Pairs are the machine's own product
-(vdpbf16ps), of exact products in an order of its own.
+(vdpbf16ps): exact products, two a lane, in an order of its own; denormal numbers are zero to it.
 
-Rejected: values in bfloat16 pairs too.  It would be twice as fast, but the shares would have to be rounded to 8 bits.
+Rejected: float32 shares against bfloat16 values, or shares as the sum of two bfloat16 numbers: both take twice the time
+of rounded ones for the half of the work that is values, and what they save is half of the last rounding.
 Addresses are int64, steps are bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -43,16 +43,14 @@ from bgmpi.kernels.emit import (
     prefetch,
     splat,
     store_lanes,
-    turned,
+    turn_lanes,
 )
 from bgmpi.kernels.vector_code import compiled_for_pairs
 
 #: Bytes of one row of a panel, and of what is remembered of one: best, total and shrink of each lane.
 ROW = 4 * LANES
 STATE = 3 * ROW
-_VECTOR, _NUMBERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
-#: 2 ** x for |x| <= 1/2 to 3e-9: the polynomial through its Chebyshev points, highest power first.
-_POWERS = (0.00015461445, 0.0013400428, 0.009618057, 0.055503272, 0.2402265092, 0.6931472067, 1.0)
+VECTOR, NUMBERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
 def tile_of(vectors: int) -> tuple[int, int]:
@@ -64,7 +62,7 @@ def _vector_at(builder: Any, base: Any, step: Any, number: int) -> Any:
     return builder.add(base, builder.mul(step, I64(number)))
 
 
-def _load(builder: Any, address: Any) -> Any:
+def load_row(builder: Any, address: Any) -> Any:
     return load_lanes(builder, address, F32, LANES, None)
 
 
@@ -77,7 +75,7 @@ def _product(builder: Any, pairs: bool, total: Any, one: Any, other: Any) -> Any
     if not pairs:
         return fma(builder, one, other, total)
     cells = ir.VectorType(Bfloat16(), 2 * LANES)
-    kind = ir.FunctionType(_VECTOR, [_VECTOR, cells, cells])
+    kind = ir.FunctionType(VECTOR, [VECTOR, cells, cells])
     product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
     return builder.call(product, [total, builder.bitcast(one, cells), builder.bitcast(other, cells)])
 
@@ -87,7 +85,7 @@ def _trap(builder: Any) -> None:
 
 
 def _tile(builder: Any, rows: int, vectors: int) -> list[list[Any]]:
-    return [[cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(rows)]
+    return [[cgutils.alloca_once(builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
 
 
 def _emit_scores(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
@@ -102,13 +100,13 @@ def _emit_scores(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
         soon = _loaded(builder, element_at(builder, ahead, first, 8), I64)
         for line in tile:
             for total in line:
-                builder.store(ir.Constant(_VECTOR, None), total)
+                builder.store(ir.Constant(VECTOR, None), total)
         with cgutils.for_range(builder, cells, intp=I64) as loop:
             place = element_at(builder, soon, loop.index, 4 * each)
             for address in (place, builder.add(place, ahead_step)):
                 prefetch(builder, address)
             row = element_at(builder, panel, loop.index, ROW)
-            queries = [_load(builder, _vector_at(builder, row, panel_step, v)) for v in range(vectors)]
+            queries = [load_row(builder, _vector_at(builder, row, panel_step, v)) for v in range(vectors)]
             for line, address in zip(tile, key_at, strict=True):
                 cell = _loaded(builder, element_at(builder, address, loop.index, 4), I32 if pairs else F32)
                 key = splat(builder, cell, LANES)
@@ -124,7 +122,7 @@ def _emit_mix(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
     values, value_step, count, share, share_step, shrink, out, out_step, width = args
     each = tile_of(vectors)[1]
     tile = _tile(builder, each, vectors)
-    shrinks = [_load(builder, _vector_at(builder, shrink, I64(STATE), v)) for v in range(vectors)]
+    shrinks = [load_row(builder, _vector_at(builder, shrink, I64(STATE), v)) for v in range(vectors)]
     with cgutils.for_range(builder, builder.udiv(builder.add(width, I64(each - 1)), I64(each)), intp=I64) as turn:
         first = builder.mul(turn.index, I64(each))
         base = element_at(builder, out, first, ROW)
@@ -134,11 +132,11 @@ def _emit_mix(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
         ]
         for line, line_places in zip(tile, places, strict=True):
             for total, place, factor in zip(line, line_places, shrinks, strict=True):
-                builder.store(builder.fmul(_load(builder, place), factor), total)
+                builder.store(builder.fmul(load_row(builder, place), factor), total)
         column = element_at(builder, values, first, 4)
         with cgutils.for_range(builder, count, intp=I64) as loop:
             row = element_at(builder, share, loop.index, ROW)
-            shares = [_load(builder, _vector_at(builder, row, share_step, v)) for v in range(vectors)]
+            shares = [load_row(builder, _vector_at(builder, row, share_step, v)) for v in range(vectors)]
             source = builder.add(column, builder.mul(loop.index, value_step))
             for w, line in enumerate(tile):
                 value = splat(builder, _loaded(builder, builder.add(source, I64(4 * w)), I32 if pairs else F32), LANES)
@@ -150,12 +148,13 @@ def _emit_mix(builder: Any, vectors: int, pairs: bool, args: Any) -> None:
 
 
 def make_scores(vectors: int, pairs: bool) -> Any:
-    """Make `scores(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)`: out[t] = key t . queries.
+    """Make `scores(keys, tokens, panel, panel_step, cells, out, out_step, ahead, ahead_step)`.
 
-    keys: address of int64 addresses of `tokens` keys, a multiple of `tile_of`; panel: the first of `vectors` panels of
-    `cells` rows; out: the first of as many panels, a row a token.  pairs: keys and panels are pairs of bfloat16.  Not
-    to be run where `compiled_for_pairs` says no.  ahead: addresses of the rows that will be read next, as `keys` has
-    them, and ahead_step bytes behind each there is another: both are asked for meanwhile.
+    out[t] = key t . query, for every query of the panels.  keys: address of int64 addresses of `tokens` keys, a
+    multiple of `tile_of`; panel: the first of `vectors` panels of `cells` rows; out: the first of as many panels, a row
+    a token.  pairs: keys and panels are pairs of bfloat16; not to be run where `compiled_for_pairs` says no.  ahead:
+    addresses of the rows that will be read next, as `keys` has them, and ahead_step bytes behind each there is another:
+    both are asked for meanwhile.
     """
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -210,122 +209,6 @@ def has_pairs(typing: Any) -> Any:
     return types.boolean(), code
 
 
-def _every(number: float) -> Any:
-    return ir.Constant(_VECTOR, [number] * LANES)
-
-
-def _larger(builder: Any, x: Any, least: Any) -> Any:
-    """Return x where it is larger, else `least`; a NaN in x is passed over."""
-    return builder.select(builder.fcmp_ordered(">", x, least), x, least)
-
-
-def _power_of_two(builder: Any, x: Any) -> Any:
-    """2 ** x for x <= 0 to within 2 units in the last place; 2 ** -126 for all below; NaN stays NaN."""
-    least = _every(-126.0)
-    near = builder.select(builder.fcmp_ordered("<", x, least), least, x)
-    rint = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.rint.v{LANES}f32"
-    )
-    whole = builder.call(rint, [near])
-    rest = builder.fsub(near, whole)
-    power = _every(_POWERS[0])
-    for factor in _POWERS[1:]:
-        power = fma(builder, power, rest, _every(factor))
-    exponent = builder.shl(builder.fptosi(whole, _NUMBERS), ir.Constant(_NUMBERS, [23] * LANES))
-    return builder.bitcast(builder.add(builder.bitcast(power, _NUMBERS), exponent), _VECTOR)
-
-
-def _four_rows(
-    builder: Any, rows: Any, empty: Any, deed: Callable[[Any], list[Any]], fold: Callable[[Any, Any], Any]
-) -> Any:
-    """Fold what deed(first row) returns for each four of `rows` rows, in four chains; then fold the chains."""
-    chains = [cgutils.alloca_once(builder, _VECTOR) for _ in range(4)]
-    for chain in chains:
-        builder.store(empty, chain)
-    with cgutils.for_range(builder, builder.udiv(rows, I64(4)), intp=I64) as loop:
-        for chain, found in zip(chains, deed(builder.mul(loop.index, I64(4))), strict=True):
-            builder.store(fold(found, builder.load(chain)), chain)
-    first, second, third, fourth = (builder.load(chain) for chain in chains)
-    return fold(fold(first, second), fold(third, fourth))
-
-
-def _paired(builder: Any, even: Any, odd: Any) -> tuple[Any, Any, Any]:
-    """Round two vectors of numbers that are not negative to bfloat16 -> pairs of them, and what they have become."""
-    half, high = ir.Constant(_NUMBERS, [0x8000] * LANES), ir.Constant(_NUMBERS, [0xFFFF0000] * LANES)
-    sixteen = ir.Constant(_NUMBERS, [16] * LANES)
-    low, top = (builder.and_(builder.add(builder.bitcast(x, _NUMBERS), half), high) for x in (even, odd))
-    cells = builder.bitcast(builder.or_(builder.lshr(low, sixteen), top), _VECTOR)
-    return cells, builder.bitcast(low, _VECTOR), builder.bitcast(top, _VECTOR)
-
-
-def _emit_weigh(builder: Any, masked: bool, pairs: bool, args: Any) -> None:
-    scores, rows, state, factor, seen, window, begin = args
-    best_at, total_at, shrink_at = (builder.add(state, I64(ROW * number)) for number in range(3))
-    factors, best, zero = splat(builder, factor, LANES), _load(builder, best_at), _every(0.0)
-    last, reach = load_lanes(builder, seen, I32, LANES, None), splat(builder, builder.trunc(window, I32), LANES)
-
-    def rows_from(first: Any) -> list[tuple[Any, Any]]:
-        numbers = [builder.add(first, I64(number)) for number in range(4)]
-        return [(row, _load(builder, element_at(builder, scores, row, ROW))) for row in numbers]
-
-    def if_visible(row: Any, value: Any, otherwise: Any) -> Any:
-        if not masked:
-            return value
-        token = splat(builder, builder.trunc(builder.add(begin, row), I32), LANES)
-        return builder.select(builder.icmp_unsigned("<", builder.sub(last, token), reach), value, otherwise)
-
-    def highest(first: Any) -> list[Any]:
-        return [if_visible(row, score, _every(float("-inf"))) for row, score in rows_from(first)]
-
-    top = _four_rows(builder, rows, best, highest, lambda x, least: _larger(builder, x, least))
-    shift = builder.fneg(builder.fmul(top, factors))
-
-    def shares(first: Any) -> list[Any]:
-        found = [
-            if_visible(row, _power_of_two(builder, fma(builder, score, factors, shift)), zero)
-            for row, score in rows_from(first)
-        ]
-        lines = [(builder.add(first, I64(number)), share) for number, share in enumerate(found)]
-        if pairs:
-            (one, *rounded), (other, *more) = (_paired(builder, *found[n : n + 2]) for n in (0, 2))
-            half = builder.udiv(first, I64(2))
-            lines, found = [(half, one), (builder.add(half, I64(1)), other)], [*rounded, *more]
-        for row, line in lines:
-            store_lanes(builder, line, element_at(builder, scores, row, ROW), None)
-        return found
-
-    added = _four_rows(builder, rows, zero, shares, builder.fadd)
-    shrunk = _power_of_two(builder, fma(builder, best, factors, shift))
-    shrink = builder.select(builder.fcmp_ordered(">", top, best), shrunk, _every(1.0))
-    store_lanes(builder, top, best_at, None)
-    store_lanes(builder, fma(builder, _load(builder, total_at), shrink, added), total_at, None)
-    store_lanes(builder, shrink, shrink_at, None)
-
-
-def make_weigh(masked: bool, pairs: bool) -> Any:
-    """Make `weigh(scores, rows, state, factor, seen, window, begin)`: turn one panel of scores into shares.
-
-    scores: `rows` rows, a multiple of 4; state: three rows, of which `best` (the largest score so far) and `total` (sum
-    of shares) are renewed, and `shrink` becomes what gathered values must be multiplied with; share = 2 ** (factor *
-    (score - best)).  masked: row i, token begin + i, is seen by lane q if 0 <= seen[q] - begin - i < window; seen: 16
-    int32, the last token that each lane sees.  pairs: shares are rounded to bfloat16, the sum is that of the rounded
-    ones, and two rows become one of pairs.
-    """
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def weigh(
-        typing: Any, scores: Any, rows: Any, state: Any, factor: Any, seen: Any, window: Any, begin: Any
-    ) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit_weigh(builder, masked, pairs, args)
-            return context.get_dummy_value()
-
-        integer = types.int64
-        return types.void(integer, integer, integer, types.float32, integer, integer, integer), code
-
-    return weigh
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def unpack_panel(typing: Any, panel: Any, factor: Any, width: Any, target_list: Any) -> Any:
     """Write each lane of a float32 panel of `width` rows, times its factor, as a row of its own.
@@ -335,13 +218,13 @@ def unpack_panel(typing: Any, panel: Any, factor: Any, width: Any, target_list: 
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         panel, factor, width, target_list = args
-        factors = _load(builder, factor)
+        factors = load_row(builder, factor)
         targets = [_loaded(builder, element_at(builder, target_list, I64(q), 8), I64) for q in range(LANES)]
 
         def strip(begin: Any, mask: Any) -> None:
             at = [element_at(builder, panel, builder.add(begin, I64(number)), ROW) for number in range(LANES)]
-            rows = [builder.fmul(_load(builder, address), factors) for address in at]
-            for target, row in zip(targets, turned(builder, rows), strict=True):
+            rows = [builder.fmul(load_row(builder, address), factors) for address in at]
+            for target, row in zip(targets, turn_lanes(builder, rows), strict=True):
                 store_lanes(builder, row, element_at(builder, target, begin, 4), mask)
 
         in_strips(builder, width, LANES, strip)
@@ -393,11 +276,11 @@ def pair_rows(typing: Any, sources: Any, ahead: Any, pairs: Any, target: Any, st
 
             def strip(begin: Any, mask: Any) -> None:
                 even, odd = (
-                    builder.zext(load_lanes(builder, element_at(builder, row, begin, 2), I16, LANES, mask), _NUMBERS)
+                    builder.zext(load_lanes(builder, element_at(builder, row, begin, 2), I16, LANES, mask), NUMBERS)
                     for row in both
                 )
-                cells = builder.or_(even, builder.shl(odd, ir.Constant(_NUMBERS, [16] * LANES)))
-                store_lanes(builder, builder.bitcast(cells, _VECTOR), element_at(builder, place, begin, 4), mask)
+                cells = builder.or_(even, builder.shl(odd, ir.Constant(NUMBERS, [16] * LANES)))
+                store_lanes(builder, builder.bitcast(cells, VECTOR), element_at(builder, place, begin, 4), mask)
 
             in_strips(builder, width, LANES, strip)
         return context.get_dummy_value()

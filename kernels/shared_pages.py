@@ -47,7 +47,7 @@ def find_stretches(pages: NDArray[np.int32], shareable: NDArray[np.int64], page_
     for level in np.unique(depth[depth > 0]):
         inside = depth >= level  # pairs of neighbours that share at least so many pages
         edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
-        least = np.minimum.reduceat(np.append(depth, 0), edges)[::2]  # of a run; more than level: the same run ends later
+        least = np.minimum.reduceat(np.append(depth, 0), edges)[::2]  # more than level: the run reaches further
         low, high = edges[::2], edges[1::2]  # rows low .. high are of one run
         worth = (least == level) & ((level - covered[low]) * page_tokens >= LEAST_TOKENS)
         for first, last in zip(low[worth].tolist(), high[worth].tolist(), strict=True):
@@ -57,7 +57,9 @@ def find_stretches(pages: NDArray[np.int32], shareable: NDArray[np.int64], page_
     return stretches
 
 
-def _common_pages(pages: NDArray[np.int32], shareable: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _common_pages(
+    pages: NDArray[np.int32], shareable: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Sort rows by their shareable pages -> how many leading ones each has in common with the next, and the order."""
     widest = int(shareable.max())
     kept = np.where(np.arange(widest) < shareable[:, None], pages[:, :widest], -1)

@@ -42,7 +42,7 @@ from bgmpi.kernels.emit import (
     prefetch,
     splat,
     store_lanes,
-    turned,
+    turn_lanes,
 )
 
 #: Rows and tokens of a tile; numbers of the width that one tile covers; bytes of a tile and of the registers' shapes.
@@ -182,7 +182,7 @@ def pack_panel(typing: Any, token_list: Any, width: Any, target: Any, tokens: An
         def strip(begin: Any, part: Any) -> None:
             rows = [load_lanes(builder, element_at(builder, source, begin, 2), I16, DEEP, part) for source in sources]
             first = builder.mul(builder.udiv(begin, I64(2)), builder.mul(tokens, I64(4)))
-            for number, row in enumerate(turned(builder, [builder.bitcast(row, pairs) for row in rows])):
+            for number, row in enumerate(turn_lanes(builder, [builder.bitcast(row, pairs) for row in rows])):
                 offset = builder.add(first, builder.mul(tokens, I64(4 * number)))
                 store_lanes(builder, row, builder.add(target, offset), mask)
 
@@ -238,7 +238,7 @@ def store_tokens(
             bias = element_at(builder, high_bias if number >= TILE else low_bias, I64(number % TILE), 4)
             added = splat(builder, builder.load(pointer_to(builder, bias, F32)), LANES)
             pairs.append(builder.fadd(_result_row(builder, tiles, I64(number)), added))
-        turned = turned(builder, [_pair(builder, *pairs[n : n + 2]) for n in range(0, 2 * TILE, 2)])
+        turned = turn_lanes(builder, [_pair(builder, *pairs[n : n + 2]) for n in range(0, 2 * TILE, 2)])
         beside = builder.icmp_signed("==", high, builder.add(low, I64(2 * TILE)))
         whole = builder.and_(beside, builder.icmp_signed("==", tokens, I64(TILE)))
         with builder.if_else(builder.and_(whole, builder.icmp_signed(">=", rows, I64(TILE)))) as (then, otherwise):

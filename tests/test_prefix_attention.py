@@ -22,7 +22,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Largest difference, relative to the largest number of the result.
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 #: Query heads, key heads (0: latent), width: grouped, one head a group, one group, and blocks that no vector divides.
-SHAPES = [(16, 4, 64), (4, 4, 32), (8, 1, 40), (6, 2, 24), (71, 1, 8), (130, 2, 9), (16, 0, 72), (37, 0, 40), (4, 0, 17)]
+SHAPES = [
+    (16, 4, 64), (4, 4, 32), (8, 1, 40), (6, 2, 24), (71, 1, 8), (130, 2, 9), (16, 0, 72), (37, 0, 40), (4, 0, 17),
+]
 
 
 @dataclass
