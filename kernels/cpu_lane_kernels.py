@@ -45,9 +45,9 @@ QUERIES = PANELS * LANES
 FOLD = 64
 #: Columns of values are padded to a multiple of this, and tokens of a fold too: the largest tile.
 TILE = 8
-#: What the scratch of a thread holds, see `rooms`: panels of queries, scores and results; best, total and shrink of each
-#: panel; addresses of the keys of two folds, and of 16 rows; the last token that each lane sees; float32 values, or pairs
-#: of them; keys and queries as float32; rows of results; a factor a lane; addresses of the float32 keys.
+#: What the scratch of a thread holds, see `rooms`: panels of queries, scores and results; best, total and shrink of
+#: each panel; addresses of the keys of two folds, and of 16 rows; the last token that each lane sees; float32 values or
+#: pairs of bfloat16; keys and queries as float32; rows of results; a factor a lane; addresses of the float32 keys.
 (
     QUERY_PANELS, SCORE_PANELS, RESULT_PANELS, STATES, KEY_LISTS, ROW_LIST, LAST_SEEN, VALUES, WIDE_KEYS, RESULT_ROWS,
     FACTORS, WIDE_KEY_LIST,

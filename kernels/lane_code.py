@@ -12,7 +12,7 @@ meets four vectors, and the arithmetic is the bound.  All sums are float32.  Pai
 (vdpbf16ps): exact products, two a lane, in an order of its own; denormal numbers are zero to it.
 
 Rejected: float32 shares against bfloat16 values, or shares as the sum of two bfloat16 numbers: both take twice the time
-of rounded ones for the half of the work that is values, and what they save is half of the last rounding.
+of rounded ones for the half of the work that is values, and what they save is less than the last rounding.
 Addresses are int64, steps are bytes.
 """
 
