@@ -85,8 +85,13 @@ lint: $(STAMP)  ## ruff and mypy
 # --- measure --------------------------------------------------------------------------------------------------------
 
 bench: $(STAMP)  ## every benchmark, quickly
+<<<<<<< HEAD
 	@for name in primitive_cost decision hold_policy kv_spill kernels profile_step bct tail checkpoint_cost resume_time \
 	    queue_memory prefix_tree; do \
+=======
+	@for name in primitive_cost decision hold_policy kv_spill kernels prefix_attention profile_step bct tail checkpoint_cost \
+	    resume_time queue_memory; do \
+>>>>>>> kernel
 	    echo "== $$name"; $(BIN)/python "benchmarks/$$name.py" --quick || exit 1; \
 	done
 

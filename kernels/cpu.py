@@ -163,7 +163,7 @@ class CpuBackend:
     ) -> CpuPlan:
         """Prepare a micro-batch (see Backend.plan_attention)."""
         few_new = int(first[-1]) if self.deterministic else cpu_attention.FEW_NEW
-        return CpuPlan(first, kv_before, pages, page_tokens, few_new)
+        return CpuPlan(first, kv_before, pages, page_tokens, few_new, share=not self.deterministic)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan) -> None:
         """Write key, value [T, G, W] of the new tokens into their places."""
@@ -186,16 +186,6 @@ class CpuBackend:
         result = torch.empty(tokens, heads, width, dtype=query.dtype)
         places = cpu_attention.grouped_places(layer_pages, heads)
         cpu_attention.attend_rows(self._team, query, layer_pages, plan, places, scale, window, result)
-        for chunk in plan.chunks:
-            seen = chunk.before + chunk.end - chunk.begin
-            low = cpu_attention.first_page(chunk, plan.page_tokens, window)
-            numbers = chunk.pages[low : -(-seen // plan.page_tokens)]
-            held = layer_pages.index_select(0, numbers).permute(1, 2, 0, 3, 4)  # [2, G, pages, page_tokens, W]
-            begin = low * plan.page_tokens
-            key, value = held.reshape(2, held.shape[1], -1, width)[:, :, : seen - begin]
-            result[chunk.begin : chunk.end] = cpu_attention.attend_chunk(
-                query[chunk.begin : chunk.end], (key, value), plan, chunk, begin, scale, window
-            )
         return result
 
     def attend_latent(
@@ -209,14 +199,6 @@ class CpuBackend:
         result = torch.empty(tokens, heads, value_width, dtype=query.dtype)
         places = cpu_attention.latent_places(layer_pages, heads, value_width)
         cpu_attention.attend_rows(self._team, query, layer_pages, plan, places, scale, 0, result)
-        for chunk in plan.chunks:
-            seen = chunk.before + chunk.end - chunk.begin
-            held = layer_pages.index_select(0, chunk.pages[: -(-seen // plan.page_tokens)])
-            latent = held.view(1, -1, width)[:, :seen]  # [1, n, L]
-            answer = cpu_attention.attend_chunk(
-                query[chunk.begin : chunk.end], (latent, latent), plan, chunk, 0, scale, 0
-            )
-            result[chunk.begin : chunk.end] = answer[..., :value_width]
         return result
 
     def exchange(

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from bgmpi.errors import InternalError
 from bgmpi.kernels import cpu_attention_kernels as kernels
+from bgmpi.kernels.cpu_attention_tasks import Heads, Rows, Tasks, find_tasks
 from bgmpi.kernels.cpu_layers import ALONE, KIND
+from bgmpi.kernels.shared_pages import find_stretches
 from bgmpi.kernels.team import Team, bits
 
 #: Sequences with at most so many new tokens go through the ragged kernel.
@@ -28,25 +29,6 @@ FEW_NEW = 4
 LATENT_BLOCK = 16
 #: Neighbouring rows share a task of at most so many queries (rows x heads) and so many rows.
 QUERIES, ROWS_TOGETHER = 64, 16
-
-
-@dataclass(frozen=True, slots=True)
-class Tasks:
-    """Tasks and joins of one ragged call, see `kernels.attend` and `join_parts`."""
-
-    tasks: NDArray[np.int64]
-    joins: NDArray[np.int64]
-    parts: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The many new tokens of one sequence."""
-
-    begin: int
-    end: int
-    before: int
-    pages: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +55,10 @@ class CpuPlan:
 
     def __init__(
         self, first: NDArray[np.int32], kv_before: NDArray[np.int32], pages: NDArray[np.int32], page_tokens: int,
-        few_new: int = FEW_NEW,
+        few_new: int = FEW_NEW, share: bool = True,
     ) -> None:
-        """few_new: sequences with at most so many new tokens go through the ragged kernel."""
+        """few_new: sequences with at most so many new tokens are rows of decode.  share: whether to look for pages that
+        more than one sequence begins with, and attend to them once for all."""
         self.tokens = int(first[-1])
         self.sequences = len(kv_before)
         self.page_tokens = page_tokens
@@ -94,60 +77,20 @@ class CpuPlan:
             )
         self.page: NDArray[np.int64] = self.pages[sequence, position // page_tokens].astype(np.int64)
         self.slot: NDArray[np.int64] = position % page_tokens
-        self._token = np.flatnonzero((count <= few_new)[sequence])
-        self._sequence, self._seen = sequence[self._token], position[self._token] + 1
-        self.chunks = [
-            Chunk(int(first[s]), int(first[s + 1]), int(kv_before[s]), torch.from_numpy(self.pages[s].astype(np.int64)))
-            for s in np.flatnonzero(count > few_new)
-        ]
-        self._tasks: dict[tuple[int, int], Tasks] = {}
-        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        rows, small = Rows(np.arange(self.tokens), sequence, position + 1), (count <= few_new)[sequence]
+        self._few, self._many = rows.of(small), rows.of(~small)
+        able = np.where(share & (count > 0) & (count <= few_new), kv_before // page_tokens, 0)
+        self._stretches = find_stretches(self.pages, able, page_tokens)
+        self._tasks: dict[tuple[Heads, int], Tasks] = {}
 
-    def tasks(self, groups: int, window: int, together: int) -> Tasks:
-        """Return the tasks of the ragged rows for this many head blocks; computed once a micro-batch."""
-        kept = self._tasks.get((groups, window))
+    def tasks(self, heads: Heads, window: int) -> Tasks:
+        """Return the tasks for these heads; computed once a micro-batch."""
+        kept = self._tasks.get((heads, window))
         if kept is None:
-            kept = self._tasks[groups, window] = self._find_tasks(groups, window, together)
+            stretches = [] if window > 0 else self._stretches
+            kept = find_tasks(self._few, self._many, self.sequences, stretches, heads, window)
+            self._tasks[heads, window] = kept
         return kept
-
-    def mask(self, chunk: Chunk, begin: int, window: int) -> torch.Tensor:
-        """Say which cached tokens from `begin` on each new token sees: bool [t, n].  Computed once a micro-batch."""
-        kept = self._masks.get((chunk.begin, window))
-        if kept is None:
-            new = torch.arange(chunk.before, chunk.before + chunk.end - chunk.begin)[:, None]
-            cached = torch.arange(begin, chunk.before + chunk.end - chunk.begin)[None]
-            kept = cached <= new
-            if window > 0:
-                kept &= cached > new - window
-            self._masks[chunk.begin, window] = kept
-        return kept
-
-    def _find_tasks(self, groups: int, window: int, together: int) -> Tasks:
-        span, seen = kernels.SPAN, self._seen
-        begin = np.maximum(seen - window, 0) if window > 0 else np.zeros_like(seen)
-        lowest, spans = begin // span, (seen - 1) // span - begin // span + 1  # [rows]
-        long = spans > 1
-        before = np.cumsum(np.where(long, spans, 0)) - np.where(long, spans, 0)  # parts of earlier rows, a group
-        # Neighbours share a task while they are of one sequence, one stretch of `together` places, and the same spans.
-        kinds = np.stack([self._sequence, (seen - 1) // together, lowest])
-        head = np.flatnonzero(np.append(True, (kinds[:, 1:] != kinds[:, :-1]).any(0))[: len(seen)])
-        rows = np.diff(np.append(head, len(seen)))
-        row, rows = np.repeat(head, spans[head]), np.repeat(rows, spans[head])
-        ordinal = np.arange(len(row)) - np.repeat(np.cumsum(spans[head]) - spans[head], spans[head])
-        bottom = (lowest[row] + ordinal) * span
-        row, rows, ordinal, bottom = (np.repeat(array, groups) for array in (row, rows, ordinal, bottom))
-        group = np.tile(np.arange(groups), len(row) // max(groups, 1))
-        part = np.where(long[row], before[row] * groups + group * spans[row] + ordinal, -1)
-        tasks = np.stack([
-            self._token[row], self._sequence[row], np.maximum(bottom, begin[row]),
-            np.minimum(bottom + span, seen[row] + rows - 1), group, part, rows, seen[row], spans[row] * groups,
-        ], axis=1).astype(np.int64)
-        joined = np.repeat(np.flatnonzero(long), groups)
-        group = np.tile(np.arange(groups), int(long.sum()))
-        joins = np.stack([
-            self._token[joined], group, before[joined] * groups + group * spans[joined], spans[joined]
-        ], axis=1).astype(np.int64)
-        return Tasks(np.ascontiguousarray(tasks), np.ascontiguousarray(joins), int(spans[long].sum()) * groups)
 
 
 def steps_of(layer_pages: torch.Tensor) -> tuple[int, ...]:
@@ -187,42 +130,18 @@ def attend_rows(
     """Fill the rows of sequences with few new tokens in result [T, H, value width]."""
     check_fit("attend", query, layer_pages, plan)
     heads, kind, size = query.shape[1], KIND[query.dtype], query.element_size()
-    work = plan.tasks(-(-heads // places.block), window, places.rows)
-    count = len(work.tasks)
-    if count == 0:
+    work = plan.tasks(Heads(heads, places.block, places.rows), window)
+    if plan.tokens == 0:
         return
     parts = torch.empty(work.parts * places.block * (places.value_width + 2))
     team.run(
-        kernels.attend, query.data_ptr(), query.stride(0) * size, result.data_ptr(), layer_pages.data_ptr(),
+        kernels.attend, 0, query.data_ptr(), query.stride(0) * size, result.data_ptr(), layer_pages.data_ptr(),
         places.page_step, places.key_group_step, places.value_offset, places.value_group_step, places.row_step,
-        plan.pages.ctypes.data, plan.pages.shape[1], plan.page_tokens, work.tasks.ctypes.data, count,
-        places.key_width, places.value_width, kind, size, bits(scale), heads, places.block, parts.data_ptr(), window,
-        places.rows,
+        plan.pages.ctypes.data, plan.pages.shape[1], plan.page_tokens, work.rows.ctypes.data, len(work.rows),
+        work.lanes.ctypes.data, len(work.lanes), work.listed.ctypes.data, len(work.listed), work.joins.ctypes.data,
+        len(work.joins), places.key_width, places.value_width, kind, size, bits(scale), heads, places.block,
+        parts.data_ptr(), window, places.rows,
     )
-    if work.parts:
-        team.run(kernels.join_parts, parts.data_ptr(), work.joins.ctypes.data, len(work.joins), result.data_ptr(),
-                 places.value_width, kind, size, heads, places.block)
-
-
-def attend_chunk(
-    query: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor], plan: CpuPlan, chunk: Chunk, begin: int,
-    scale: float, window: int,
-) -> torch.Tensor:
-    """Attend query [t, H, W] to keys and values [G, n, W], which begin at cached token `begin` -> [t, H, W]."""
-    key, value = (part[None].repeat_interleave(query.shape[1] // part.shape[0], 1) for part in cached)
-    whole = begin == 0 and chunk.before == 0 and not 0 < window < len(query)
-    rows = query.transpose(0, 1)[None]
-    if whole:
-        answer = functional.scaled_dot_product_attention(rows, key, value, is_causal=True, scale=scale)
-    else:
-        mask = plan.mask(chunk, begin, window)
-        answer = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return answer[0].transpose(0, 1)
-
-
-def first_page(chunk: Chunk, page_tokens: int, window: int) -> int:
-    """Return the ordinal of the first page that any new token of the chunk sees."""
-    return max(0, chunk.before + 1 - window) // page_tokens if window > 0 else 0
 
 
 def check_fit(deed: str, rows: torch.Tensor, layer_pages: torch.Tensor, plan: CpuPlan) -> None:

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Attention of query rows over pages, and the writing of new tokens into them.
 
-A task is a few neighbouring rows of one sequence, one block of heads that share keys, and at most SPAN cached tokens.
-Softmax is folded every FOLD tokens, counted from the sequence's begin.  So what a row gets depends on its own place and
-on the window: not on rows that share its task, on chunks, on page size or on threads.
-How a kernel is called stands in `cpu_dot_kernels`.
+A row task is a few neighbouring rows of one sequence, one block of heads that share keys, and at most SPAN cached
+tokens.  Softmax is folded every FOLD tokens, counted from the sequence's begin.  So what a row gets depends on its own
+place and on the window: not on rows that share its task, on chunks, on page size or on threads.  Lane tasks
+(`cpu_lane_kernels`) are for many queries that read the same pages.  All of them, and the joins of what more than one
+task computed of a row, are one call.  How a kernel is called stands in `cpu_dot_kernels`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import numpy as np
 from numba import carray, njit
 
 from bgmpi.kernels.cpu_dot_kernels import many_dots
+from bgmpi.kernels.cpu_lane_kernels import FOLD, lane_task, place_of, rooms, up
 from bgmpi.kernels.cpu_row_kernels import ROWS, copy_bytes
-from bgmpi.kernels.task_code import draw
+from bgmpi.kernels.task_code import arrive, draw, wait_for
 from bgmpi.kernels.vector_code import at, exponential, largest, make_mix, narrow, summed, widen
 
 mix_4 = make_mix(4)
@@ -22,8 +24,6 @@ mix_1 = make_mix(1)
 
 #: Cached tokens that one attention task reads; fixed, so that a sequence's sums never depend on its neighbours.
 SPAN = 512
-#: Cached tokens between two folds of the softmax.
-FOLD = 64
 
 
 def append(p):
@@ -47,22 +47,14 @@ def append(p):
 
 
 @njit
-def place_of(word, sequence, token):
-    """Where a cached token of a sequence lies, and how many of its page stand from there on."""
-    slot = token % word[12]
-    page = carray(at(word[10] + 4 * (sequence * word[11] + token // word[12])), 1, np.int32)[0]
-    return word[4] + page * word[5] + slot * word[9], word[12] - slot
-
-
-@njit
 def score_fold(word, sequence, group, begin, end, queries, score):
     """score[q, j] = query q . key of cached token begin + j, for all queries."""
     token = begin
     while token < end:
         place, left = place_of(word, sequence, token)
         count = min(left, end - token)
-        many_dots(place + group * word[6], word[9], count, queries.ctypes.data, len(queries),
-                  score.ctypes.data + 4 * (token - begin), 4 * FOLD, word[15], word[17])
+        many_dots(place + group * word[7], word[10], count, queries.ctypes.data, len(queries),
+                  score.ctypes.data + 4 * (token - begin), 4 * FOLD, word[22], word[24])
         token += count
 
 
@@ -84,20 +76,20 @@ def weigh_fold(scores, count, scale, q, best, total, acc):
 def mix_fold(word, sequence, group, begin, end, score, first, queries, acc):
     """Add the values of cached tokens begin .. end - 1 to queries first .. first + queries - 1; their shares begin at
     address score."""
-    width, token = word[16], begin
+    width, token = word[23], begin
     while token < end:
         place, left = place_of(word, sequence, token)
         count = min(left, end - token)
-        place += word[7] + group * word[8]
+        place += word[8] + group * word[9]
         q = 0
         while q < queries:
             share = score + 4 * (q * FOLD + token - begin)
             target = acc.ctypes.data + 4 * (first + q) * width
             if queries - q >= 4:
-                mix_4(place, word[9], count, share, 4 * FOLD, target, 4 * width, width, word[17])
+                mix_4(place, word[10], count, share, 4 * FOLD, target, 4 * width, width, word[24])
                 q += 4
             else:
-                mix_1(place, word[9], count, share, 4 * FOLD, target, 4 * width, width, word[17])
+                mix_1(place, word[10], count, share, 4 * FOLD, target, 4 * width, width, word[24])
                 q += 1
         token += count
 
@@ -105,7 +97,7 @@ def mix_fold(word, sequence, group, begin, end, score, first, queries, acc):
 @njit
 def attend_fold(word, task, heads, begin, end, queries, score, best, total, acc, scale):
     """Let the rows of a task see what they may of cached tokens begin .. end - 1, which lie within one fold."""
-    sequence, group, rows, seen, window = task[1], task[4], task[6], task[7], word[23]
+    sequence, group, rows, seen, window = task[1], task[4], task[6], task[7], word[30]
     score_fold(word, sequence, group, begin, end, queries[: rows * heads], score)
     low = max(begin, seen + rows - 1 - window) if window > 0 else begin
     if low == begin and end <= seen:  # all rows see all
@@ -127,91 +119,111 @@ def attend_fold(word, task, heads, begin, end, queries, score, best, total, acc,
 @njit
 def keep_row(word, task, row, heads, best, total, acc):
     """Write what one row of a task got, or the part of it that `join_parts` will join."""
-    width, block, size, first = word[16], word[21], word[18], row * heads
+    width, block, size, first = word[23], word[28], word[25], row * heads
     head = task[4] * block
     for h in range(heads):
         if task[5] >= 0:
             part = task[5] + row * task[8]
-            state = carray(at(word[22] + 4 * (part * block + h) * (width + 2)), width + 2, np.float32)
+            state = carray(at(word[29] + 4 * (part * block + h) * (width + 2)), width + 2, np.float32)
             for i in range(width):
                 state[i] = acc[first + h, i]
             state[width], state[width + 1] = best[first + h], total[first + h]
         else:
             for i in range(width):
                 acc[first + h, i] /= total[first + h]
-            target = word[3] + ((task[0] + row) * word[20] + head + h) * width * size
-            narrow(acc.ctypes.data + 4 * (first + h) * width, target, width, word[17])
+            target = word[4] + ((task[0] + row) * word[27] + head + h) * width * size
+            narrow(acc.ctypes.data + 4 * (first + h) * width, target, width, word[24])
+
+
+@njit
+def row_task(word, task, query, queries, score, best, total, acc, scale):
+    """Let some neighbouring rows of one sequence see at most SPAN cached tokens, folds counted from its begin.
+
+    task: token of the first row, sequence, first and last + 1 cached token, head block, part of the first row or -1,
+    rows, how many tokens the first row sees, parts from one row to the next.
+    """
+    begin, end, head, rows, width = task[2], task[3], task[4] * word[28], task[6], word[22]
+    heads = min(word[28], word[27] - head)
+    for row in range(rows):
+        source = word[2] + (task[0] + row) * word[3] + head * width * word[25]
+        widen(source, queries[row * heads], heads * width, word[24])
+    for q in range(rows * heads):
+        best[q], total[q] = -np.inf, 0
+        for i in range(acc.shape[1]):
+            acc[q, i] = 0
+    while begin < end:
+        after = min((begin // FOLD + 1) * FOLD, end)
+        attend_fold(word, task, heads, begin, after, queries, score, best, total, acc, scale)
+        begin = after
+    for row in range(rows):
+        keep_row(word, task, row, heads, best, total, acc)
+
+
+@njit
+def join_parts(word, join, acc):
+    """Join the parts of one row and head block, in the order of their tokens.
+
+    join: token, head block, first part, parts.
+    """
+    token, group, first, count = join
+    width, block = word[23], word[28]
+    parts = carray(at(word[29] + 4 * first * block * (width + 2)), (count, block, width + 2), np.float32)
+    for h in range(min(block, word[27] - group * block)):
+        best = np.float32(-np.inf)
+        for k in range(count):
+            best = max(best, parts[k, h, width])
+        total = np.float32(0.0)
+        acc[:] = 0
+        for k in range(count):
+            share = np.float32(np.exp(parts[k, h, width] - best))
+            total += share * parts[k, h, width + 1]
+            for i in range(width):
+                acc[i] += share * parts[k, h, i]
+        for i in range(width):
+            acc[i] /= total
+        target = word[4] + (token * word[27] + group * block + h) * width * word[25]
+        narrow(acc.ctypes.data, target, width, word[24])
 
 
 def attend(p):
-    """Attention of neighbouring query rows over at most SPAN cached tokens a task.
+    """Attention of query rows over pages: tasks with queries in lanes, tasks of neighbouring rows, then the joins of
+    what more than one task computed, which wait until all of those are done.
 
-    1 query, 2 query token step, 3 out, 4 pages, 5 page step, 6 key group step, 7 value offset, 8 value group step,
-    9 cached row step, 10 page table int32, 11 widest, 12 page_tokens, 13 tasks int64 [n, 9] (token of the first row,
-    sequence, first and last + 1 cached token, head block, part of the first row or -1, rows, how many tokens the first
-    row sees, parts from one row to the next), 14 n, 15 key width, 16 value width, 17 kind, 18 size, 19 scale bits,
-    20 heads, 21 heads of a block, 22 parts float32 [parts, heads of a block, value width + 2] (values, best, total),
-    23 window, 24 most rows of a task.
+    1 tasks done (0 before the call), 2 query, 3 query token step, 4 out, 5 pages, 6 page step, 7 key group step, 8
+    value offset, 9 value group step, 10 cached row step, 11 page table int32, 12 widest, 13 page_tokens, 14 row tasks
+    int64 [n, 9] (see `row_task`), 15 n, 16 lane tasks int64 [n, 9] and 18 rows listed in them int64 [m, 4] (see
+    `lane_task`), 17 n, 19 m, 20 joins int64 [n, 4] (see `join_parts`), 21 n, 22 key width, 23 value width, 24 kind,
+    25 size, 26 scale bits, 27 heads, 28 heads of a block, 29 parts float32 [parts, heads of a block, value width + 2]
+    (values, best, total), 30 window, 31 most rows of a row task.
     """
-    word = carray(p, 25, np.int64)
-    scale = np.float32(carray(p, 25, np.float64)[19])
-    tasks = carray(at(word[13]), (word[14], 9), np.int64)
-    key_width, width, block = word[15], word[16], word[21]
-    most = block * word[24]
-    query, queries = np.empty((most, key_width), np.float32), np.empty(most, np.int64)
-    score, acc = np.empty((most, FOLD), np.float32), np.empty((most, width), np.float32)
+    word = carray(p, 32, np.int64)
+    scale = np.float32(carray(p, 32, np.float64)[26])
+    rows, lanes = carray(at(word[14]), (word[15], 9), np.int64), carray(at(word[16]), (word[17], 9), np.int64)
+    listed, joins = carray(at(word[18]), (word[19], 4), np.int64), carray(at(word[20]), (word[21], 4), np.int64)
+    number, done = draw(word.ctypes.data), word.ctypes.data + 8
+    if number < len(lanes):
+        room = rooms(word[22], word[23])
+        held = np.empty(room[-1] + 64, np.uint8)
+        room += up(held.ctypes.data, 64)
+        while number < len(lanes):
+            lane_task(word, room, lanes[number], listed, scale)
+            arrive(done)
+            number = draw(word.ctypes.data)
+        held[0] = 0  # it must live until here
+    number -= len(lanes)
+    most = word[28] * word[31]
+    query, queries = np.empty((most, word[22]), np.float32), np.empty(most, np.int64)
+    score, acc = np.empty((most, FOLD), np.float32), np.empty((most, word[23]), np.float32)
     best, total = np.empty(most, np.float32), np.empty(most, np.float32)
     for q in range(most):
-        queries[q] = query.ctypes.data + 4 * q * key_width
-    while True:
-        number = draw(word.ctypes.data)
-        if number >= word[14]:
-            break
-        task = tasks[number]
-        begin, end, head, rows = task[2], task[3], task[4] * block, task[6]
-        heads = min(block, word[20] - head)
-        for row in range(rows):
-            source = word[1] + (task[0] + row) * word[2] + head * key_width * word[18]
-            widen(source, queries[row * heads], heads * key_width, word[17])
-        for q in range(rows * heads):
-            best[q], total[q] = -np.inf, 0
-            for i in range(width):
-                acc[q, i] = 0
-        while begin < end:
-            after = min((begin // FOLD + 1) * FOLD, end)
-            attend_fold(word, task, heads, begin, after, queries, score, best, total, acc, scale)
-            begin = after
-        for row in range(rows):
-            keep_row(word, task, row, heads, best, total, acc)
-
-
-def join_parts(p):
-    """Join the parts of long sequences, in the order of their tokens.
-
-    1 parts, 2 joins int64 [n, 4] (token, head block, first part, parts), 3 n, 4 out, 5 value width, 6 kind, 7 size,
-    8 heads, 9 heads of a block.
-    """
-    word = carray(p, 10, np.int64)
-    joins = carray(at(word[2]), (word[3], 4), np.int64)
-    width, block = word[5], word[9]
-    acc = np.empty(width, np.float32)
-    while True:
-        number = draw(word.ctypes.data)
-        if number >= word[3]:
-            break
-        token, group, first, count = joins[number]
-        parts = carray(at(word[1] + 4 * first * block * (width + 2)), (count, block, width + 2), np.float32)
-        for h in range(min(block, word[8] - group * block)):
-            best = np.float32(-np.inf)
-            for k in range(count):
-                best = max(best, parts[k, h, width])
-            total = np.float32(0.0)
-            acc[:] = 0
-            for k in range(count):
-                share = np.float32(np.exp(parts[k, h, width] - best))
-                total += share * parts[k, h, width + 1]
-                for i in range(width):
-                    acc[i] += share * parts[k, h, i]
-            for i in range(width):
-                acc[i] /= total
-            narrow(acc.ctypes.data, word[4] + (token * word[8] + group * block + h) * width * word[7], width, word[6])
+        queries[q] = query.ctypes.data + 4 * q * word[22]
+    while number < len(rows):
+        row_task(word, rows[number], query, queries, score, best, total, acc, scale)
+        arrive(done)
+        number = draw(word.ctypes.data) - len(lanes)
+    number -= len(rows)
+    if number < len(joins):
+        wait_for(done, len(lanes) + len(rows))
+    while number < len(joins):
+        join_parts(word, joins[number], acc[0])
+        number = draw(word.ctypes.data) - len(lanes) - len(rows)

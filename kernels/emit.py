@@ -149,6 +149,23 @@ def exp_lanes(builder: Any, x: Any) -> Any:
     return builder.select(builder.fcmp_unordered("uno", x, x), x, result)
 
 
+def turn_lanes(builder: Any, rows: list[Any]) -> list[Any]:
+    """Exchange rows and columns of 16 x 16 numbers: in each of four steps, rows that differ in one bit of their number
+    exchange the lanes that differ in it."""
+    lanes = ir.VectorType(I32, LANES)
+    for half in (8, 4, 2, 1):
+        keep = ir.Constant(lanes, [lane if lane & half == 0 else LANES + lane - half for lane in range(LANES)])
+        swap = ir.Constant(lanes, [lane + half if lane & half == 0 else LANES + lane for lane in range(LANES)])
+        turned = list(rows)
+        for number in range(LANES):
+            if number & half == 0:
+                a, b = rows[number], rows[number + half]
+                turned[number] = builder.shuffle_vector(a, b, keep)
+                turned[number + half] = builder.shuffle_vector(a, b, swap)
+        rows = turned
+    return rows
+
+
 def lane_sums(builder: Any, vectors: list[Any]) -> list[Any]:
     """Sum the lanes of 1, 2, 4, 8 or 16 vectors: always halves first, so a sum is the same whoever shares the call."""
 

@@ -42,6 +42,7 @@ from bgmpi.kernels.emit import (
     prefetch,
     splat,
     store_lanes,
+    turn_lanes,
 )
 
 #: Rows and tokens of a tile; numbers of the width that one tile covers; bytes of a tile and of the registers' shapes.
@@ -163,23 +164,6 @@ def lay_tiles(typing: Any, low: Any, high: Any, row_step: Any, deep: Any, target
     return types.void(*[types.int64] * 5), code
 
 
-def _turned(builder: Any, rows: list[Any]) -> list[Any]:
-    """Exchange rows and columns of 16 x 16 numbers: in each of four steps, rows that differ in one bit of their number
-    exchange the lanes that differ in it."""
-    lanes = ir.VectorType(I32, LANES)
-    for half in (8, 4, 2, 1):
-        keep = ir.Constant(lanes, [lane if lane & half == 0 else LANES + lane - half for lane in range(LANES)])
-        swap = ir.Constant(lanes, [lane + half if lane & half == 0 else LANES + lane for lane in range(LANES)])
-        turned = list(rows)
-        for number in range(LANES):
-            if number & half == 0:
-                a, b = rows[number], rows[number + half]
-                turned[number] = builder.shuffle_vector(a, b, keep)
-                turned[number + half] = builder.shuffle_vector(a, b, swap)
-        rows = turned
-    return rows
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def pack_panel(typing: Any, token_list: Any, width: Any, target: Any, tokens: Any) -> Any:
     """Lay `tokens` (1 - 16) bfloat16 rows of `width` numbers as a panel with rows of 4 * tokens bytes.
@@ -198,7 +182,7 @@ def pack_panel(typing: Any, token_list: Any, width: Any, target: Any, tokens: An
         def strip(begin: Any, part: Any) -> None:
             rows = [load_lanes(builder, element_at(builder, source, begin, 2), I16, DEEP, part) for source in sources]
             first = builder.mul(builder.udiv(begin, I64(2)), builder.mul(tokens, I64(4)))
-            for number, row in enumerate(_turned(builder, [builder.bitcast(row, pairs) for row in rows])):
+            for number, row in enumerate(turn_lanes(builder, [builder.bitcast(row, pairs) for row in rows])):
                 offset = builder.add(first, builder.mul(tokens, I64(4 * number)))
                 store_lanes(builder, row, builder.add(target, offset), mask)
 
@@ -254,7 +238,7 @@ def store_tokens(
             bias = element_at(builder, high_bias if number >= TILE else low_bias, I64(number % TILE), 4)
             added = splat(builder, builder.load(pointer_to(builder, bias, F32)), LANES)
             pairs.append(builder.fadd(_result_row(builder, tiles, I64(number)), added))
-        turned = _turned(builder, [_pair(builder, *pairs[n : n + 2]) for n in range(0, 2 * TILE, 2)])
+        turned = turn_lanes(builder, [_pair(builder, *pairs[n : n + 2]) for n in range(0, 2 * TILE, 2)])
         beside = builder.icmp_signed("==", high, builder.add(low, I64(2 * TILE)))
         whole = builder.and_(beside, builder.icmp_signed("==", tokens, I64(TILE)))
         with builder.if_else(builder.and_(whole, builder.icmp_signed(">=", rows, I64(TILE)))) as (then, otherwise):

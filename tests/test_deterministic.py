@@ -185,6 +185,43 @@ def test_attention_does_not_depend_on_chunks_neighbours_or_page_size(
         assert torch.equal(got, token_by_token), f"pages of {page_tokens}, {len(chunks)} chunks, {sequences} sequences"
 
 
+#: New tokens of each of some sequences behind a prefix: decode, prefill, both.
+HIT_OR_MISS = {"decode": [1, 1, 1, 2], "prefill": [70, 33, 5, 120], "both": [1, 64, 3, 1]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HIT_OR_MISS)
+@pytest.mark.parametrize(("heads", "groups", "width"), [(8, 2, 32), (4, 4, 16), (20, 0, 72)])
+def test_a_prefix_on_shared_pages_gives_the_bits_of_private_ones_and_of_the_whole_prompt(
+    heads: int, groups: int, width: int, name: str, dtype: torch.dtype
+) -> None:
+    backend, page_tokens, prefix, new = CpuBackend(None, 1, deterministic=True), 16, 35, HIT_OR_MISS[name]
+    before, each = prefix * page_tokens, prefix + 8
+    private = np.random.default_rng(1).permutation(4 * each).astype(np.int32).reshape(4, each)
+    shared = private.copy()
+    shared[:, :prefix] = private[2, :prefix]
+    pool = noise(4 * each, *((2, groups, page_tokens, width) if groups else (page_tokens, width)), dtype=dtype)
+    pool[private[:, :prefix].astype(np.int64)] = pool[private[2, :prefix].astype(np.int64)]
+
+    def attend_to(table: np.ndarray, chosen: list[int], cached: int) -> torch.Tensor:
+        """Attend from `cached` on; what is computed again in front of the new tokens is left out of the result."""
+        counts = [before - cached + new[s] for s in chosen]
+        plan = backend.plan_attention(
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), np.full(len(chosen), cached, np.int32),
+            table[chosen], page_tokens,
+        )
+        rows = torch.cat([noise(before + new[s], heads, width, seed=s, dtype=dtype)[cached:] for s in chosen])
+        result = (backend.attend(rows, pool, plan, width**-0.5, 0) if groups
+                  else backend.attend_latent(rows, pool, plan, width**-0.5, width - 8))
+        return torch.cat([part[before - cached :] for part in result.split(counts)])
+
+    hit = attend_to(shared, [0, 1, 2, 3], before)
+    assert torch.equal(hit, attend_to(private, [0, 1, 2, 3], before)), "private copies of the same pages"
+    assert torch.equal(hit, attend_to(private, [0, 1, 2, 3], 0)), "all prompts computed from their begin"
+    alone = torch.cat([attend_to(shared, [s], before) for s in range(4)])
+    assert torch.equal(hit, alone), "one sequence after another"
+
+
 def sparse(dtype: torch.dtype, backend: CpuBackend, rank: int, ranks: int) -> SparseFeedForward:
     """Build a sparse layer with a switched shared expert, as one rank of all."""
     moe = Moe(EXPERTS, 4, INNER, normalise=True, shared=INNER, shared_gate=True)
