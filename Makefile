@@ -85,13 +85,8 @@ lint: $(STAMP)  ## ruff and mypy
 # --- measure --------------------------------------------------------------------------------------------------------
 
 bench: $(STAMP)  ## every benchmark, quickly
-<<<<<<< HEAD
-	@for name in primitive_cost decision hold_policy kv_spill kernels profile_step bct tail checkpoint_cost resume_time \
-	    queue_memory prefix_tree; do \
-=======
-	@for name in primitive_cost decision hold_policy kv_spill kernels prefix_attention profile_step bct tail checkpoint_cost \
-	    resume_time queue_memory; do \
->>>>>>> kernel
+	@for name in primitive_cost decision hold_policy kv_spill kernels prefix_attention prefill profile_step bct tail prefix_tree \
+	    prefix checkpoint_cost resume_time queue_memory; do \
 	    echo "== $$name"; $(BIN)/python "benchmarks/$$name.py" --quick || exit 1; \
 	done
 
