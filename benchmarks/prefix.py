@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from lru_prefix import Ask, lru_prefill
 from numpy.typing import NDArray
 from roofline import flops
 from watch import replaced, watched
-from work import FIRST_TOKEN, Lengths, ModelShape, Work, make_work, run_job
+from work import FIRST_TOKEN, SMALL, WORK_A, Lengths, ModelShape, Work, make_work, run_job
 
 from bgmpi import tokenising
 from bgmpi.kernels import cpu_attention
