@@ -15,8 +15,8 @@ The bound of `fairness` holds for every row: with i rows before it, it is read a
 
 Rows are paid in the order of the input, each is due `ageing` + 1 turns after the one before it, and no row that is
 left is overdue; so paying one by one always is enough.  Units of at most `ageing` + 1 rows are never parted for their
-own class.  Where larger ones lie scattered over the input the bound alone decides, and they come in parts of about
-`ageing` + 1 rows.
+own class.  Where larger ones lie scattered over the input the bound decides, and they come in parts of at most about
+`ageing` + 1 rows, each what shares most with the oldest row.
 """
 
 from __future__ import annotations
