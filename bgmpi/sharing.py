@@ -36,7 +36,7 @@ class Sharing:
         self._sequences = _by_row(prompts.weight, prompts.first)[rows].astype(np.int32)
         prefill = _by_row(own_tokens(plan, prompts.weight, prompts.store.lengths), prompts.first)[rows]
         leading = _leading(plan, prompts.first)[rows]
-        self.order = UnitOrder(rows, plan.unit[leading], plan.node[leading], prefill, wishes)
+        self.order = UnitOrder(rows, plan.unit[leading], plan.node[leading], plan.parent, prefill, wishes)
         self._lengths = AnswerLengths()
         self._rounds = 0
         self._sort()

@@ -143,22 +143,25 @@ def tokenise(
     job: Job, world: World, ended: NDArray[np.bool_] | None, folder: Path, stack: ExitStack
 ) -> Gathered | None:
     """Collective over the world: read and tokenise all rows with a sequence that has not ended; -> on rank 0."""
-    reader = _open_reader(job, world, stack)
     gathered = together(world, lambda: _gathered(job, ended, folder, stack))
-    takes = np.flatnonzero(world.all_gather_counts(np.array([reader is not None], np.int64))[:, 0])
-    if len(takes) < world.size:
-        _LOG.info("%d of %d ranks take no part in tokenising: the input, or the job's tokenizer, is not on their nodes",
-                  world.size - len(takes), world.size)
-    dealt: list[Ids] = []
-    back: list[Found] = []
-    while True:
-        before, dealt = dealt, gathered.deal(takes, world.size) if gathered is not None else []
-        piece = world.scatter(gathered.pieces(dealt) if gathered is not None else None, Dealt).piece
-        mine = together(world, partial(_put_away_and_read, gathered, before, back, reader, piece, world.pulse.beat))
-        if mine is None:
-            return gathered
-        everyone = world.gather(mine)
-        back = [decode(one, Found) for one in everyone] if everyone is not None else []
+    with ExitStack() as readers:
+        reader = _open_reader(job, world, readers)
+        takes = np.flatnonzero(world.all_gather_counts(np.array([reader is not None], np.int64))[:, 0])
+        if len(takes) < world.size:
+            _LOG.info(
+                "%d of %d ranks take no part in tokenising: the input, or the job's tokenizer, is not on their nodes",
+                world.size - len(takes), world.size,
+            )  # fmt: skip
+        dealt: list[Ids] = []
+        back: list[Found] = []
+        while True:
+            before, dealt = dealt, gathered.deal(takes, world.size) if gathered is not None else []
+            piece = world.scatter(gathered.pieces(dealt) if gathered is not None else None, Dealt).piece
+            mine = together(world, partial(_put_away_and_read, gathered, before, back, reader, piece, world.pulse.beat))
+            if mine is None:
+                return gathered
+            everyone = world.gather(mine)
+            back = [decode(one, Found) for one in everyone] if everyone is not None else []
 
 
 def _put_away_and_read(

@@ -15,8 +15,8 @@ The bound of `fairness` holds for every row: with i rows before it, it is read a
 
 Rows are paid in the order of the input, each is due `ageing` + 1 turns after the one before it, and no row that is
 left is overdue; so paying one by one always is enough.  Units of at most `ageing` + 1 rows are never parted for their
-own class.  Where larger ones lie scattered over the input the bound alone decides, and they come in parts of about
-`ageing` + 1 rows.
+own class.  Where larger ones lie scattered over the input the bound decides, and they come in parts of at most about
+`ageing` + 1 rows, each what shares most with the oldest row.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from bgmpi.primitives import Ids
 class UnitOrder:
     """The rows of a job that are to be read, by units.
 
-    rows: int64 [n], ascending; unit: int32 [n], -1 for a row that stands alone; place: int32 [n], smaller is earlier
-    within a unit, equal for rows that should not be parted where a unit is; prefill: int64 [n], prompt tokens that each
-    row computes behind those before it.
+    rows: int64 [n], ascending; unit: int32 [n], -1 for a row that stands alone; node: int32 [n], what each shares, -1
+    for nothing; parent: int32 [K], of each node, -1 for none, smaller than the node; prefill: int64 [n], prompt tokens
+    that each row computes behind those before it.
     """
 
     def __init__(
-        self, rows: Ids, unit: NDArray[np.int32], place: NDArray[np.int32], prefill: NDArray[np.int64], wishes: Wishes
-    ) -> None:
+        self, rows: Ids, unit: NDArray[np.int32], node: NDArray[np.int32], parent: NDArray[np.int32],
+        prefill: NDArray[np.int64], wishes: Wishes,
+    ) -> None:  # fmt: skip
         count = len(rows)
         self._rows = rows
         self._ageing = wishes.ageing
@@ -48,13 +49,13 @@ class UnitOrder:
         deadline = np.zeros(count, np.float32) if wishes.deadline is None else wishes.deadline[rows]
         alone = unit.max(initial=-1) + 1 + np.arange(count)
         unit = np.where(unit < 0, alone, unit)
-        members = np.lexsort((place, deadline, level, unit))
+        members = np.lexsort((node, deadline, level, unit))
         new = np.zeros(count, bool)
         new[:1] = True
         for key in (unit[members], level[members], deadline[members]):
             new[1:] |= key[1:] != key[:-1]
         begin = np.flatnonzero(new)
-        self._place = place
+        self._node, self._parent = node, parent
         #: rows by number among `rows`, unit by unit
         self._members: NDArray[np.int32] = members.astype(np.int32)
         self._begin: NDArray[np.int32] = np.append(begin, count).astype(np.int32)
@@ -144,18 +145,31 @@ class UnitOrder:
     def _part(self, group: int, room: int, oldest: int) -> list[int]:
         """Return the next rows of a unit, at most `room`: those that are due by then first, the others in their order.
 
-        A part has the oldest row of all and those of its place, and ends where a place does, if it can.
+        A part is what shares most with the oldest row of all and has room together.
         """
         members = self._members[self._begin[group] : self._begin[group + 1]].tolist()
         unread = [place for place in members if self._next[place] == place]
         room = min(room, len(unread))
         due = (self._turn + room) // (self._ageing + 1)  # so many rows of the input
+        together = unread
         if room < len(unread):
             due = max(due, oldest + 1)
-            place = self._place[unread]
-            begin = int(np.argmax(place == self._place[oldest]))
-            unread, place = unread[begin:] + unread[:begin], np.roll(place, -begin)
-            ends = np.flatnonzero(place[:room] != place[1 : room + 1]) + 1
-            room = int(ends[-1]) if len(ends) else room
+            together = self._nearest(np.array(unread), oldest, room)
         first = sorted(place for place in unread if place < due)
-        return (first + [place for place in unread if place >= due])[:room]
+        return (first + [place for place in together if place >= due])[:room]
+
+    def _nearest(self, unread: Ids, oldest: int, room: int) -> list[int]:
+        """Return the rows below the highest node on a row's path below which there are at most so many; those of its
+        own node where there are more."""
+        node = int(self._node[oldest])
+        near = unread[self._node[unread] == node]
+        while node >= 0:
+            at = self._node[unread]
+            while (at > node).any():
+                at = np.where(at > node, self._parent[at], at)
+            below = unread[at == node]
+            if len(below) > room:
+                break
+            near, node = below, int(self._parent[node])
+        places: list[int] = near.tolist()
+        return places

@@ -10,6 +10,8 @@ from bgmpi.fairness import Wishes, latest_turns
 from bgmpi.unit_order import UnitOrder
 
 NEVER = float("inf")
+ROOT = np.array([-1], np.int32)
+FLAT = np.full(9, -1, np.int32)
 
 
 @st.composite
@@ -29,7 +31,7 @@ def jobs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, Wishes]:
 
 def order_of(unit: np.ndarray, decode: np.ndarray, wishes: Wishes, rows: np.ndarray | None = None) -> UnitOrder:
     rows = np.arange(len(unit)) if rows is None else rows
-    order = UnitOrder(rows, unit, np.zeros(len(unit), np.int32), np.ones(len(unit), np.int64), wishes)
+    order = UnitOrder(rows, unit, np.zeros(len(unit), np.int32), ROOT, np.ones(len(unit), np.int64), wishes)
     order.sort(decode)
     return order
 
@@ -95,11 +97,11 @@ def test_units_no_longer_than_ageing_are_never_parted_where_all_are_of_one_class
 
 
 def test_the_worthiest_goes_first_and_its_rows_in_their_place() -> None:
-    unit, place = np.array([0, 1, 0, -1, 1, 0], np.int32), np.array([2, 0, 0, 0, 1, 1], np.int32)
-    order = UnitOrder(np.array([3, 4, 5, 7, 8, 9]), unit, place, np.array([9, 9, 1, 5, 1, 2]), Wishes(ageing=99))
+    unit, node = np.array([0, 1, 0, -1, 1, 0], np.int32), np.array([2, 0, 0, 0, 1, 1], np.int32)
+    order = UnitOrder(np.array([3, 4, 5, 7, 8, 9]), unit, node, FLAT, np.array([9, 9, 1, 5, 1, 2]), Wishes(ageing=99))
     order.sort(np.array([1.0, 5, 1, 1, 5, 1]))  # worth 3/12, 10/10, 1/5
     assert turns(order) == [([4, 8], 0), ([5, 9, 3], 0), ([7], 0)]
-    order = UnitOrder(np.array([3, 4, 5, 7, 8, 9]), unit, place, np.array([9, 9, 1, 5, 1, 2]), Wishes(ageing=99))
+    order = UnitOrder(np.array([3, 4, 5, 7, 8, 9]), unit, node, FLAT, np.array([9, 9, 1, 5, 1, 2]), Wishes(ageing=99))
     order.sort(np.array([1.0, 5, 1, 1, 5, 1]))
     assert order.next()[0] == [4, 8]
     order.sort(np.array([1.0, 5, 1, 9, 5, 1]))
@@ -108,7 +110,7 @@ def test_the_worthiest_goes_first_and_its_rows_in_their_place() -> None:
 
 def test_who_computes_nothing_goes_first_and_ties_go_as_they_stand() -> None:
     alone, prefill = np.full(4, -1, np.int32), np.array([2, 2, 0, 1])
-    order = UnitOrder(np.arange(4), alone, np.zeros(4, np.int32), prefill, Wishes(ageing=9))
+    order = UnitOrder(np.arange(4), alone, alone, ROOT, prefill, Wishes(ageing=9))
     order.sort(np.array([2.0, 2, 0, 1]))
     assert [rows for rows, _ in turns(order)] == [[2], [0], [1], [3]]
 
@@ -131,14 +133,20 @@ def test_ageing_0_is_the_order_of_the_input() -> None:
     assert [rows for rows, _ in turns(order_of(unit, np.arange(7.0), Wishes()))] == [[0], [1], [2, 3], [4], [5, 6]]
 
 
-def test_a_unit_is_parted_between_places_where_that_can_be() -> None:
-    # Two documents of 4 sections of 16 rows each, a unit a document, scattered over the input like dealt cards.
+def test_a_unit_is_parted_between_prefixes_where_that_can_be() -> None:
+    # Two documents of 4 sections of 16 rows each, a unit a document, scattered over the input like dealt cards; within
+    # a section some rows share a little more.
     rows = np.arange(128)
-    unit, place = (rows % 2).astype(np.int32), (rows % 8).astype(np.int32)
-    order = UnitOrder(rows, unit, place, np.ones(128, np.int64), Wishes(ageing=15))
+    parent = np.array([-1, *[0, 1] * 4, -1, *[9, 10] * 4], np.int32)
+    parent[1::2], parent[9] = 0, -1
+    parent[[2, 4, 6, 8]] = [1, 3, 5, 7]
+    parent[[10, 12, 14, 16]], parent[[11, 13, 15, 17]] = 9, [10, 12, 14, 16]
+    document, section = rows % 2, rows // 2 % 4
+    node = (9 * document + 1 + 2 * section + (rows % 5 == 0)).astype(np.int32)
+    order = UnitOrder(rows, document.astype(np.int32), node, parent, np.ones(128, np.int64), Wishes(ageing=15))
     order.sort(np.zeros(128))
     found = [rows for rows, _ in turns(order)]
-    assert len(found) == 8 and all(len(set(place[rows].tolist())) == 1 for rows in found)
+    assert len(found) == 8 and all(len(set(section[rows].tolist())) == 1 for rows in found)
 
 
 def test_large_scattered_units_come_in_parts_of_about_ageing_rows() -> None:
