@@ -112,5 +112,6 @@ class ActiveSet:
         have = self.tokens.shape[1]
         if width > have:
             grown = np.zeros((len(self.tokens), min(self._most_tokens, max(width, 2 * have))), np.int32)
-            grown[:, :have] = self.tokens
+            # Rows of empty slots are left untouched, so that the system gives them no memory.
+            grown[self.slots, :have] = self.tokens[self.slots]
             self.tokens = grown

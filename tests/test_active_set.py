@@ -45,6 +45,15 @@ def test_a_longer_sequence_widens_the_rows_and_changes_no_token() -> None:
     assert active.tokens[second, :3000].tolist() == list(range(1, 3001))
 
 
+def test_wider_rows_take_along_only_what_is_in_use() -> None:
+    active = ActiveSet(3, most_tokens=5000)
+    left, kept = active.place(0, entry(0, prompt=200)), active.place(1, entry(1, prompt=150))
+    active.remove(np.array([left]))
+    active._widen(3000)
+    assert active.tokens[kept, :150].tolist() == list(range(1, 151))
+    assert not active.tokens[left].any()
+
+
 def test_what_is_missing_decoded_and_generated_follows_from_the_counts() -> None:
     active = ActiveSet(2, most_tokens=100)
     slot = active.place(0, entry(7, prompt=4, new=9))
