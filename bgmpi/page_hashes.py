@@ -1,8 +1,9 @@
 """Keeps a 64-bit hash of every page of every prompt, so that a job's prompts can be compared without their tokens.
 
-A page is hashed by itself, the last one, which may be short, together with its length: a sum of its tokens, each times
-a random odd number of its place (multilinear), and a final mix.  A million prompts of 1,000 tokens are then 128 MB
-where their tokens would be 4 GB, and the tokens pass by once, in whatever order the ranks bring them.
+A page is hashed by itself: a sum of its tokens plus one, each times a random odd number of its place (multilinear), and
+a final mix.  So the last page, which may be short, is like no page that goes on: behind the end stand zeros.  A million
+prompts of 1,000 tokens are then 128 MB where their tokens would be 4 GB, and the tokens pass by once, in whatever order
+the ranks bring them.
 
 The random numbers come from a fixed seed, so every run and every rank hashes alike.  Equal hashes are taken for equal
 pages; two that differ agree by chance once in about 2^63 pairs, and on purpose for who knows the seed.  Who acts on it
@@ -79,7 +80,7 @@ class PageHashes:
         stretch += np.uint64(1)
         starts = begins - begins[0]
         stretch *= self._factors[np.arange(len(stretch)) - np.repeat(starts, sizes)]
-        return _mixed(np.add.reduceat(stretch, starts) + sizes.astype(np.uint64) * np.uint64(SEED))
+        return _mixed(np.add.reduceat(stretch, starts))
 
 
 def _mixed(value: NDArray[np.uint64]) -> NDArray[np.uint64]:

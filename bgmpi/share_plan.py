@@ -133,13 +133,11 @@ def _units(tree: PrefixTree, weight: NDArray[np.int32], most: int) -> tuple[NDAr
     sequences = np.add.reduceat(weight[tree.order], begins, dtype=np.int64) if len(begins) else begins
     new = np.ones(len(begins), bool)
     loose = np.flatnonzero(owner >= 0)
-    last, gathered = -2, 0
-    for piece, size, of, before in zip(
-        loose.tolist(), sequences[loose].tolist(), owner[loose].tolist(), owner[loose - 1].tolist(), strict=True
-    ):
-        joins = piece == last + 1 and of == before and gathered + size <= most
-        new[piece] = not joins
-        gathered, last = (gathered + size if joins else size), piece
+    beside = np.diff(owner, prepend=-1) == 0  # the piece before it hangs on the same node
+    gathered = 0
+    for piece, size, may_join in zip(loose.tolist(), sequences[loose].tolist(), beside[loose].tolist(), strict=True):
+        new[piece] = not (may_join and gathered + size <= most)
+        gathered = size if new[piece] else gathered + size
     unit = np.full(len(weight), -1, np.int32)
     spans = np.diff(begins, append=len(tree.order))
     unit[tree.order] = np.repeat(np.cumsum(new) - 1, spans)

@@ -85,6 +85,12 @@ def test_what_a_large_node_has_beside_its_subtrees_is_gathered_and_a_heavy_promp
     assert planned(job).unit.tolist() == [0, 0, 0, 0, 1, 2, 3, 5, 4]
 
 
+def test_what_hangs_on_different_nodes_is_not_gathered_and_a_large_subtree_parts_what_stands_around_it() -> None:
+    inner = [(7, 5, leaf) for leaf in range(5)]
+    job = Prompts([(7, 1), (7, 2), *inner, (7, 8), (7, 9)], [1] * 9)
+    assert planned(job).unit.tolist() == [0, 0, 1, 1, 1, 1, 2, 3, 3]
+
+
 def test_a_short_edge_is_folded_into_its_parent_but_short_ones_add_up() -> None:
     job = Prompts([(1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 2, 3, 4), (1, 1, 1, 2, 3, 5)], [1] * 4)
     assert job.tree().depth.tolist() == [3, 4, 5]
