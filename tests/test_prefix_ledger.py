@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from bgmpi.errors import InternalError
 from bgmpi.prefix_ledger import PrefixLedger, sequences_below
 from bgmpi.share_plan import SharePlan
-from bgmpi.unit_costs import own_tokens
 
 
 @st.composite
@@ -77,19 +76,3 @@ def test_who_was_never_there_cannot_leave() -> None:
     ledger.leave(0, 3)
     with pytest.raises(InternalError, match="1 more sequences left prefix 0"):
         ledger.check()
-
-
-@given(plans())
-def test_a_unit_costs_every_edge_once_and_what_lies_behind_for_each(drawn: tuple[SharePlan, np.ndarray]) -> None:
-    plan, weight = drawn
-    beyond = np.arange(len(weight)) % 4 + 1
-    length = (np.append(plan.depth, 0)[plan.node] + beyond).astype(np.int32)
-    own = own_tokens(plan, weight, length)
-    depth = [*plan.depth.tolist(), 0]
-    for unit in range(4):
-        prompts = np.flatnonzero(plan.unit == unit).tolist()
-        edges = {node for prompt in prompts for node in plan.path(prompt)}
-        cost = sum(depth[node] - depth[plan.parent[node]] for node in edges)
-        cost += sum(int(weight[one]) * (int(length[one]) - depth[plan.node[one]]) for one in prompts)
-        assert own[prompts].sum() == cost
-    assert not own[weight == 0].any()
