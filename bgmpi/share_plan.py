@@ -26,8 +26,8 @@ Mode = Literal["multi-level", "one-level"]
 #: Tokens of an edge that are worth sharing: fewer are what templates begin with, and would tie all rows of a job
 #: together for next to nothing.
 LEAST_TOKENS = 16
-#: Sequences of a unit, and how many units each rank should find at least, so that a few large groups keep all ranks busy
-#: though each then computes what they share.
+#: Sequences of a unit, and how many units each rank should find at least: a few large groups should keep all ranks
+#: busy, though each then computes what they share.
 UNIT_SEQUENCES, UNITS_A_RANK = 64, 2
 
 

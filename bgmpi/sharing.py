@@ -6,6 +6,7 @@ It joins the plan to the order of its units, to the lengths of answers that the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from bgmpi.answer_lengths import AnswerLengths
 from bgmpi.fairness import Wishes
 from bgmpi.prefix_ledger import PrefixLedger
 from bgmpi.primitives import Counts, Ids
-from bgmpi.share_plan import SharePlan
+from bgmpi.share_plan import UNIT_SEQUENCES, SharePlan
 from bgmpi.tokenising import NO_CAP, Prompts
 from bgmpi.unit_costs import own_tokens
 from bgmpi.unit_order import UnitOrder
@@ -36,7 +37,9 @@ class Sharing:
         self._sequences = _by_row(prompts.weight, prompts.first)[rows].astype(np.int32)
         prefill = _by_row(own_tokens(plan, prompts.weight, prompts.store.lengths), prompts.first)[rows]
         leading = _leading(plan, prompts.first)[rows]
-        self.order = UnitOrder(rows, plan.unit[leading], plan.node[leading], plan.parent, prefill, wishes)
+        self.order = UnitOrder(
+            rows, plan.unit[leading], plan.node[leading], plan.parent, prefill, by_units(wishes)
+        )  # fmt: skip
         self._lengths = AnswerLengths()
         self._rounds = 0
         self._sort()
@@ -65,6 +68,14 @@ class Sharing:
     def _sort(self) -> None:
         self._sorted_by, self._rounds = self._lengths.share, 0
         self.order.sort(self._sequences * self._lengths.expected(self._caps))
+
+
+def by_units(wishes: Wishes) -> Wishes:
+    """Return wishes whose bound on waiting counts units, of at most UNIT_SEQUENCES rows, where no row asks for a place;
+    else, and for the input's order, it counts rows."""
+    if wishes.priority is not None or wishes.deadline is not None or not wishes.ageing:
+        return wishes
+    return replace(wishes, ageing=(wishes.ageing + 1) * UNIT_SEQUENCES - 1)
 
 
 def sharing_of(prompts: Prompts | None, rows: Ids, wishes: Wishes, most: int) -> Sharing | None:

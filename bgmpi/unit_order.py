@@ -3,8 +3,10 @@ of `fairness` (law 6).
 
 A unit (`share_plan`) goes to one rank together, so it is read together: rows stand by priority, then by deadline, then
 by the worth of their unit, its expected answer tokens for each prompt token that it computes, highest first: what
-decodes long should begin early, and prefill fills its steps.  Where members of a unit differ in priority or deadline it
-is several units here.  Worths change as lengths of answers become known, so the order is made turn by turn (`sort`).
+decodes long should begin early, and prefill fills its steps. Units that hang on one larger prefix stand together, by
+the worth of all that hangs on it, so that its KV is needed for one stretch of time only. Where members of a unit differ
+in priority or deadline it is several units here. Worths change as lengths of answers become known, so the order is made
+turn by turn (`sort`).
 
 The bound of `fairness` holds for every row: with i rows before it, it is read at the latest as number
 (ageing + 1) * (i + 1), its due.  Units are longer than a turn, so the oldest row is paid in advance:
@@ -22,12 +24,16 @@ own class.  Where larger ones lie scattered over the input the bound decides, an
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.fairness import Wishes, levels_among
 from bgmpi.primitives import Ids
+
+#: Levels of larger prefixes, from the top, by which units stand together.
+_LEVELS = 8
 
 
 class UnitOrder:
@@ -64,6 +70,7 @@ class UnitOrder:
         self._level: NDArray[np.int32] = level[members[begin]]
         self._deadline: NDArray[np.float32] = deadline[members[begin]]
         self._prefill = self._sums(prefill).astype(np.float32)
+        self._above = larger_prefixes(node, parent, self._members, self._begin)
         self._unread: NDArray[np.int32] = np.diff(self._begin)
         #: the next row that is left from each on; n where there is none
         self._next = array("i", range(count + 1))
@@ -79,10 +86,16 @@ class UnitOrder:
     def sort(self, decode: NDArray[np.float64]) -> None:
         """Order the units that are left by these expected answer tokens of each row, float64 [n]."""
         unread = np.flatnonzero(self._unread)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            worth = np.where(self._prefill > 0, self._sums(decode) / self._prefill, np.inf)[unread]
+        answers, prefill = self._sums(decode)[unread], self._prefill[unread].astype(np.float64)
+        worth = _ratio(answers, prefill)
         first = np.minimum.reduceat(self._members, self._begin[:-1])[unread] if len(unread) else unread
-        keys = (first, -worth, self._deadline[unread], self._level[unread])
+        keys: list[NDArray[np.number[Any]]] = [first, -worth]
+        for above in self._above[unread].T[::-1]:
+            inside, nodes = above >= 0, len(self._parent)
+            named = above[inside]
+            of_node = _ratio(_by_node(named, answers[inside], nodes), _by_node(named, prefill[inside], nodes))
+            keys += [np.where(inside, above, nodes + np.arange(len(above))), -np.where(inside, of_node[above], worth)]
+        keys += [self._deadline[unread], self._level[unread]]
         self._strict = unread[np.lexsort(keys)].astype(np.int32)
         self._head = 0
 
@@ -173,3 +186,43 @@ class UnitOrder:
             near, node = below, int(self._parent[node])
         places: list[int] = near.tolist()
         return places
+
+
+def larger_prefixes(
+    node: NDArray[np.int32], parent: NDArray[np.int32], members: NDArray[np.int32], begin: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Return the prefixes on which each unit hangs beside others, from the top, int32 [units, levels], -1 for none.
+
+    node: int32 [n], what each row shares; members: int32 [n], rows unit by unit; begin: int32 [units + 1].
+    """
+    size, above = np.diff(begin), node[members[begin[:-1]]]
+    below = np.zeros(len(parent) + 1, np.int64)
+    here = node.copy()
+    while (inner := here >= 0).any():
+        below += np.bincount(here[inner], minlength=len(below))
+        here = parent[here[inner]]
+    found = []
+    while (above >= 0).any():
+        larger = below[above] > size
+        found.append(np.where(larger, above, -1))
+        above = np.where(above >= 0, parent[above], -1)
+    depth: NDArray[np.int64] = np.zeros(len(size), np.int64)
+    for one in found:
+        depth += one >= 0
+    levels: NDArray[np.int32] = np.full((len(size), min(int(depth.max(initial=0)), _LEVELS)), -1, np.int32)
+    for one in found:
+        units = np.flatnonzero(one >= 0)
+        depth[units] -= 1
+        units = units[depth[units] < levels.shape[1]]
+        levels[units, depth[units]] = one[units]
+    return levels
+
+
+def _by_node(node: NDArray[np.int32], values: NDArray[np.float64], nodes: int) -> NDArray[np.float64]:
+    return np.bincount(node, values, nodes).astype(np.float64)
+
+
+def _ratio(answers: NDArray[np.float64], prefill: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the first by the second, infinity where nothing is computed."""
+    ratio: NDArray[np.float64] = np.divide(answers, prefill, out=np.full(len(answers), np.inf), where=prefill > 0)
+    return ratio

@@ -2,8 +2,9 @@
 
 A sparse and a latent family run on 1 to 4 ranks: in tiny micro-batches and chunks, in atomic passes, with all
 primitives by force, with KV in place, streamed, in memory so small that sequences are computed again, and on a disk,
-with weights through a ring and with several threads; then a rank is killed and others go on.  The reference is one rank
-with the default shape.  A second job shares prefixes on two levels, and its reference computes each prompt by itself.  Without the flag most of these differ in bits; `test_tokens_unchanged` says what then holds.
+with weights through a ring and with several threads; then a rank is killed and others go on. The reference is one rank
+with the default shape. A second job shares prefixes on two levels, and its reference computes each prompt by itself.
+Without the flag most of these differ in bits; `test_tokens_unchanged` says what then holds.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def test_every_bit_is_the_same_on_hit_and_miss(
     for family in FAMILIES:
         ways = shapes(root / family, ranks, tmp_path)
         alone.append(words(root, requests, family, tmp_path / f"{family}.h5", "--prefix-sharing", "off"))
-        for name in ("everything by force", "tiny batches and chunks", "streamed KV"):
-            cases.append((family, name, ways[name]))
+        chosen = ("everything by force", "tiny batches and chunks", "streamed KV")
+        cases += [(family, name, ways[name]) for name in chosen]
         cases.append((family, "on one level", ["--prefix-sharing", "one-level", "--page-tokens", "4"]))
     jobs.run_jobs(1, alone, tmp_path)
     commands = [words(root, requests, family, tmp_path / f"{i}.h5", *way) for i, (family, _, way) in enumerate(cases)]

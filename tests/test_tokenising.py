@@ -71,13 +71,13 @@ def write_input(folder: Path) -> Path:
     """Write 40 rows: two shared beginnings, rows of several prompts and samples, bad ones, one that may not share."""
     random = np.random.default_rng(3)
     heads = [random.integers(3, 400, size=size).tolist() for size in (21, 8)]
-    rows: list[object] = []
+    text, rows = "the same text, of which several rows make use", list[object]()
     for number in range(34):
         prompt = heads[number % 2] + random.integers(3, 400, size=1 + number % 7).tolist()
         rows.append({"prompt": prompt, "max_tokens": number})
     rows += [
-        {"prompt": ["the same text", "the same text and more"], "n": 2}, {"prompt": "the same text", "n": 3},
-        {"prompt": "the same text", "max_tokens": 5, "unknown": 1}, {"prompt": []},
+        {"prompt": [text, f"{text}, and more"], "n": 2}, {"prompt": text, "n": 3},
+        {"prompt": text, "max_tokens": 5, "unknown": 1}, {"prompt": []},
         {"prompt": heads[0] + [7], "prompt_logprobs": 1}, {"prompt": "of its own"},
     ]
     lines = [

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bgmpi.fairness import Wishes, latest_turns
-from bgmpi.unit_order import UnitOrder
+from bgmpi.unit_order import UnitOrder, larger_prefixes
 
 NEVER = float("inf")
 ROOT = np.array([-1], np.int32)
@@ -97,7 +97,7 @@ def test_units_no_longer_than_ageing_are_never_parted_where_all_are_of_one_class
 
 
 def test_the_worthiest_goes_first_and_its_rows_in_their_place() -> None:
-    unit, node = np.array([0, 1, 0, -1, 1, 0], np.int32), np.array([2, 0, 0, 0, 1, 1], np.int32)
+    unit, node = np.array([0, 1, 0, -1, 1, 0], np.int32), np.array([2, 3, 0, -1, 4, 1], np.int32)
     order = UnitOrder(np.array([3, 4, 5, 7, 8, 9]), unit, node, FLAT, np.array([9, 9, 1, 5, 1, 2]), Wishes(ageing=99))
     order.sort(np.array([1.0, 5, 1, 1, 5, 1]))  # worth 3/12, 10/10, 1/5
     assert turns(order) == [([4, 8], 0), ([5, 9, 3], 0), ([7], 0)]
@@ -153,3 +153,22 @@ def test_large_scattered_units_come_in_parts_of_about_ageing_rows() -> None:
     unit = np.arange(256, dtype=np.int32) % 4
     found = turns(order_of(unit, np.zeros(256), Wishes(ageing=15)))
     assert max(len(rows) for rows, _ in found) >= 16 and len(found) <= 20
+
+
+def test_units_that_hang_on_one_larger_prefix_stand_together_by_the_worth_of_all() -> None:
+    # Nodes 0 and 2 are large, 1 hangs on 0; rows stand alone or in pairs, those of the two mixed.
+    node = np.array([0, 2, 1, 2, 1, 2, 0, -1], np.int32)
+    parent = np.array([-1, 0, -1], np.int32)
+    unit = np.array([0, 1, 2, 3, 2, 1, 4, 5], np.int32)
+    order = UnitOrder(np.arange(8), unit, node, parent, np.ones(8, np.int64), Wishes(ageing=99))
+    order.sort(np.array([2.0, 1, 5, 9, 5, 1, 3, 4]))
+    # All of node 0 is worth 15 / 4, of node 2 11 / 3; the lone row is worth 4 and stands first.
+    assert [rows for rows, _ in turns(order)] == [[7], [2, 4], [6], [0], [3], [1, 5]]
+
+
+def test_prefixes_larger_than_a_unit_are_named_from_the_top() -> None:
+    node, parent = np.array([2, 2, 1, 0, 3, -1], np.int32), np.array([-1, 0, 1, -1], np.int32)
+    members, begin = np.arange(6, dtype=np.int32), np.array([0, 1, 2, 3, 4, 5, 6], np.int32)
+    found = larger_prefixes(node, parent, members, begin)
+    assert found.tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, -1], [0, -1, -1], [-1] * 3, [-1] * 3]
+    assert larger_prefixes(node[5:], parent, members[:1], begin[:2]).shape == (1, 0)
