@@ -76,7 +76,7 @@ def write_input(folder: Path) -> Path:
         prompt = heads[number % 2] + random.integers(3, 400, size=1 + number % 7).tolist()
         rows.append({"prompt": prompt, "max_tokens": number})
     rows += [
-        {"prompt": [text, f"{text}, and more, until at last a sentence ends"], "n": 2}, {"prompt": text, "n": 3},
+        {"prompt": [text, f"{text}, and more, until at last the longest of all sentences comes to its end"], "n": 2}, {"prompt": text, "n": 3},
         {"prompt": text, "max_tokens": 5, "unknown": 1}, {"prompt": []},
         {"prompt": heads[0] + [7], "prompt_logprobs": 1}, {"prompt": "of its own"},
     ]
@@ -117,7 +117,7 @@ def test_prompts_rows_and_plan_are_those_of_the_input(model: Path, tmp_path: Pat
     assert found["depth"][found["paths"][36][-1]] == len(text) - 1, "samples share all but the last token"
     assert found["depth"][found["paths"][35][-1]] == len(more) - 1
     logical, computed, optimum = found["sums"]
-    assert computed == optimum < logical
+    assert optimum <= computed < logical
     assert logical == sum(weight * len(ids) for weight, ids in zip(found["weight"], found["ids"], strict=True))
     assert f"36 prompts of {logical} tokens" in ended.stderr, ended
 
