@@ -82,6 +82,17 @@ PHASES = (
         Instant("bgmpi.model:Model.__init__", "before"),
         Instant("bgmpi.model:Model.__init__", "after"),
     )),
+    Phase("tokenising", (
+        Instant("bgmpi.tokenising:PieceReader.read", "before"),
+        Instant("bgmpi.tokenising:PieceReader.read", "after"),
+        Instant("bgmpi.engine:read_prompts", "after"),
+    )),
+    Phase("shared prefix", (
+        Instant("bgmpi.shared_prefixes:SharedPrefixes.publish", "before"),
+        Instant("bgmpi.shared_prefixes:SharedPrefixes.publish", "after"),
+        Instant("bgmpi.kv_stream:KvStream.copy_home", "after", 2),
+        Instant("bgmpi.rank:Rank.close", "after", 2),
+    ), options="--drill yield=2 --checkpoint-kv always"),
     Phase("prefill", (
         Instant("bgmpi.executor:Executor.step", "before"),
         Instant("bgmpi.executor:Executor.step", "after"),

@@ -37,6 +37,12 @@ def bodies() -> list[dict[str, Any]]:
         {"prompt": prompt, "max_tokens": 3 + 9 * (i % 5), "ignore_eos": True, **extras[i % len(extras)]}
         for i, prompt in enumerate(jobs.prompts(24, longest=40, seed=5))
     ]
+    for group in range(4):
+        shared = [10 * group + word for word in range(3, 25)]
+        rows += [
+            {"prompt": [*shared, 100 + own], "max_tokens": 4 + 5 * own, "temperature": 0.5 * own, "ignore_eos": True}
+            for own in range(3)
+        ]
     # A straggler, so that ranks are grouped around it and part again before it ends.
     return [*rows, {"prompt": [7, 5, 3], "max_tokens": 90, "temperature": 0.8, "ignore_eos": True, "logprobs": 1}]
 
