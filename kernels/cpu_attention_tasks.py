@@ -12,6 +12,7 @@ Nothing here looks at tensors; all arrays are those of `cpu_attention_kernels.at
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,45 +149,60 @@ def _row_tasks(
 
 def _read_tasks(few: Rows, reads: _Reads, before: Numbers, parts: Numbers, heads: Heads) -> tuple[Numbers, Numbers]:
     """Return the lane tasks of all stretches and the rows that they list."""
+    if not len(reads.begin):
+        return np.empty((0, 9), np.int64), np.empty((0, 4), np.int64)
     first = np.searchsorted(few.sequence, reads.member)
     count = np.searchsorted(few.sequence, reads.member, side="right") - first
     row, which = np.repeat(first, count) + _ordinals(count), np.repeat(np.arange(len(count)), count)
     listed = np.stack([few.token[row], few.seen[row] - 1, before[row] + reads.part[which], parts[row]], axis=1)
     size = np.bincount(reads.stretch[which], minlength=len(reads.begin))
     offset, sequence = np.cumsum(size) - size, reads.member[np.searchsorted(reads.stretch, np.arange(len(size)))]
-    spans, tasks = -(-(reads.end - reads.begin) // SPAN), [np.empty((0, 9), np.int64)]
-    for block, head, heads_here in heads.pieces().tolist():
-        cuts = -(-size // (QUERIES // heads_here))
+    spans = -(-(reads.end - reads.begin) // SPAN)
+
+    def cut(most: int) -> Numbers:
+        cuts = -(-size // most)
         number = np.repeat(np.arange(len(size)), cuts * spans)
-        cut, span = np.divmod(_ordinals(cuts * spans), spans[number])
-        low, high = (size[number] * edge // cuts[number] for edge in (cut, cut + 1))  # cuts of about the same size
+        piece, span = np.divmod(_ordinals(cuts * spans), spans[number])
+        low, high = (size[number] * edge // cuts[number] for edge in (piece, piece + 1))  # of about the same size
         bottom = reads.begin[number] + span * SPAN
-        tasks.append(_lanes(offset[number] + low, high - low, sequence[number], bottom,
-                            np.minimum(bottom + SPAN, reads.end[number]), block, span, head, heads_here))
-    return np.concatenate(tasks), listed
+        end = np.minimum(bottom + SPAN, reads.end[number])
+        return np.stack([offset[number] + low, high - low, sequence[number], bottom, end, span], axis=1)
+
+    return _for_all_heads(heads, cut), listed
 
 
 def _tile_tasks(many: Rows, heads: Heads, window: int, offset: int) -> tuple[Numbers, Numbers]:
     """Return the lane tasks of prefill and the rows that they list, which stand behind `offset` others."""
+    if not len(many.token):
+        return np.empty((0, 9), np.int64), np.empty((0, 4), np.int64)
     listed = np.stack([many.token, many.seen - 1, np.full_like(many.seen, -1), np.zeros_like(many.seen)], axis=1)
-    tasks = [np.empty((0, 9), np.int64)]
-    head = np.flatnonzero(np.append(True, many.sequence[1:] != many.sequence[:-1])[: len(many.sequence)])
+    head = np.flatnonzero(np.append(True, many.sequence[1:] != many.sequence[:-1]))
     size = np.diff(np.append(head, len(many.sequence)))
-    for block, first_head, count in heads.pieces().tolist():
-        each = QUERIES // count
-        tiles = -(-size // each)
-        low = np.repeat(head, tiles) + _ordinals(tiles) * each
-        rows = np.minimum(each, np.repeat(head + size, tiles) - low)
+
+    def cut(most: int) -> Numbers:
+        tiles = -(-size // most)
+        low = np.repeat(head, tiles) + _ordinals(tiles) * most
+        rows = np.minimum(most, np.repeat(head + size, tiles) - low)
         begin = np.maximum(many.seen[low] - window, 0) if window > 0 else np.zeros_like(low)
-        tasks.append(_lanes(offset + low, rows, many.sequence[low], begin, many.seen[low + rows - 1], block, 0,
-                            first_head, count))
-    return np.concatenate(tasks), listed
+        end = many.seen[low + rows - 1]
+        return np.stack([offset + low, rows, many.sequence[low], begin, end, np.zeros_like(low)], axis=1)
+
+    return _for_all_heads(heads, cut), listed
+
+
+def _for_all_heads(heads: Heads, cut: Callable[[int], Numbers]) -> Numbers:
+    """Return lane tasks of all heads.  cut(most rows) -> int64 [n, 6]: first listed row, rows, sequence, first and last
+    + 1 cached token, ordinal."""
+    pieces, tasks = heads.pieces(), []
+    for size in sorted(set(pieces[:, 2].tolist())):
+        mine, some = pieces[pieces[:, 2] == size], cut(QUERIES // size)
+        task = np.empty((len(mine), len(some), 9), np.int64)
+        task[:, :, :5], task[:, :, 6] = some[:, :5], some[:, 5]
+        task[:, :, 5], task[:, :, 7], task[:, :, 8] = mine[:, :1], mine[:, 1:2], size
+        tasks.append(task.reshape(-1, 9))
+    return np.concatenate(tasks)
 
 
 def _ordinals(count: Numbers) -> Numbers:
     """Return 0 .. count[0] - 1, 0 .. count[1] - 1, and so on."""
     return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-
-
-def _lanes(*columns: Numbers | int) -> Numbers:
-    return np.stack(np.broadcast_arrays(*columns), axis=1).astype(np.int64)
