@@ -187,7 +187,9 @@ class Backend(Protocol):
         self, first: NDArray[np.int32], kv_before: NDArray[np.int32], pages: NDArray[np.int32], page_tokens: int
     ) -> AttentionPlan:
         """Prepare a micro-batch.  first int32 [S + 1]: token offsets of the sequences; kv_before int32 [S]: tokens
-        already in the cache; pages int32 [S, widest]: page numbers, -1 behind the last."""
+        already in the cache; pages int32 [S, widest]: page numbers, -1 behind the last.  Sequences whose rows begin
+        with the same numbers share those pages; as far as they lie before all new tokens, a device may attend to them
+        once for all, unless deterministic.  No page that a new token goes into may be shared."""
 
     def append(
         self, key: torch.Tensor, value: torch.Tensor, layer_pages: torch.Tensor, plan: AttentionPlan

@@ -1,10 +1,17 @@
-"""Attention over pages on the CPU: who reads which pages, and in which order.
+"""Attention over pages on the CPU: plans of micro-batches, places of keys and values, and the one call that runs it.
 
 Sequences with a few new tokens (decode) are rows of one ragged kernel call: a task is some neighbouring rows, one block
 of heads that share keys, and at most `SPAN` cached tokens, so each page is read once for all its heads, long sequences
-spread over the threads, and the order of a row's sums depends on its own place alone.  Sequences with many new tokens
-(prefill) are products: their pages are laid out one behind the other and torch's fused attention does the rest, in an
-order of its own; so under `--deterministic` all rows go through the kernel.
+spread over the threads, and the order of a row's sums depends on its own place alone.  Where sequences begin with the
+same page numbers, those pages are read once for all of them, with the queries side by side in lanes.  Sequences with
+many new tokens (prefill) go through lanes as well, some neighbouring tokens and the heads that share keys at a time;
+only what is seen is computed.  Which task reads what is told in `cpu_attention_tasks`.
+
+In lanes the order of a row's sums depends on the stretch that is shared, so under `--deterministic` no pages are looked
+at for equal numbers and all rows are rows of decode.
+
+Rejected for prefill: torch's fused attention over pages laid out and repeated for all heads, a third as fast and more
+memory than the pages.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from bgmpi.kernels.cpu_layers import ALONE, KIND
 from bgmpi.kernels.shared_pages import find_stretches
 from bgmpi.kernels.team import Team, bits
 
-#: Sequences with at most so many new tokens go through the ragged kernel.
+#: Sequences with at most so many new tokens are rows of decode.
 FEW_NEW = 4
 #: Heads that share a latent row are computed in blocks of so many.
 LATENT_BLOCK = 16
@@ -33,7 +40,7 @@ QUERIES, ROWS_TOGETHER = 64, 16
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where one layer keeps what one block of heads reads, in bytes (see words 4 - 9 of `kernels.attend`)."""
+    """Where one layer keeps what one block of heads reads, in bytes (see words 6 - 10 of `kernels.attend`)."""
 
     page_step: int
     key_group_step: int

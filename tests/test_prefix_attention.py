@@ -115,6 +115,22 @@ def test_shared_pages_give_what_private_copies_give(
     assert_close(got, deed.expected())
 
 
+def test_rounded_shares_lose_no_more_than_torchs_own_attention(backend: CpuBackend) -> None:
+    deed, exact = (Deed(group(12, 100), 16, 4, 64, torch.bfloat16) for _ in range(2))
+    exact.query = exact.query.float()  # so that the reference does not round its result
+    case, wanted, by_torch = deed.case, exact.expected(), torch.empty_like(deed.query)
+    for s, before in enumerate(case.before):
+        held = reference.gather_pages(deed.pages, case.private[s], int(before) + 1).bfloat16()  # [2, G, n, W]
+        key, value = held.repeat_interleave(4, dim=1)[:, None]
+        row = deed.query[s, None, :, None]
+        by_torch[s] = torch.nn.functional.scaled_dot_product_attention(row, key, value)[0, :, 0]
+    ours, theirs, plain = (
+        (got.float() - wanted).square().mean().sqrt()
+        for got in (deed.by(backend, case.shared), by_torch, deed.by(backend, case.private))
+    )
+    assert plain <= ours <= 1.05 * theirs
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Up to three levels of prefixes, groups of up to 20, suffixes and new tokens of any size, in any order."""
