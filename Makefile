@@ -85,7 +85,7 @@ lint: $(STAMP)  ## ruff and mypy
 # --- measure --------------------------------------------------------------------------------------------------------
 
 bench: $(STAMP)  ## every benchmark, quickly
-	@for name in primitive_cost decision hold_policy kv_spill kernels profile_step bct tail checkpoint_cost resume_time \
+	@for name in primitive_cost decision hold_policy kv_spill kernels prefill profile_step bct tail checkpoint_cost resume_time \
 	    queue_memory; do \
 	    echo "== $$name"; $(BIN)/python "benchmarks/$$name.py" --quick || exit 1; \
 	done
