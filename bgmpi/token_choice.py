@@ -44,9 +44,11 @@ def first_maximum(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def whole_lanes(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Copy rows int64 [R] of scores [*, V] into [R, W], filled up with minus infinity."""
-    ids = scores.shape[1]
+    ids, chosen = scores.shape[1], scores.index_select(0, rows)
+    if ids % LANE == 0:
+        return chosen
     copy = scores.new_empty(len(rows), -(-ids // LANE) * LANE)
-    copy[:, :ids] = scores.index_select(0, rows)
+    copy[:, :ids] = chosen
     copy[:, ids:] = _NEVER
     return copy
 
