@@ -76,7 +76,8 @@ def write_input(folder: Path) -> Path:
         prompt = heads[number % 2] + random.integers(3, 400, size=1 + number % 7).tolist()
         rows.append({"prompt": prompt, "max_tokens": number})
     rows += [
-        {"prompt": [text, f"{text}, and more, until at last the longest of all sentences comes to its end"], "n": 2}, {"prompt": text, "n": 3},
+        {"prompt": [text, f"{text}, and more, until at last the longest of all sentences comes to its end"], "n": 2},
+        {"prompt": text, "n": 3},
         {"prompt": text, "max_tokens": 5, "unknown": 1}, {"prompt": []},
         {"prompt": heads[0] + [7], "prompt_logprobs": 1}, {"prompt": "of its own"},
     ]
