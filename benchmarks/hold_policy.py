@@ -34,8 +34,9 @@ from numpy.typing import NDArray
 from work import Lengths
 
 from bgmpi.backlog import Entry
+from bgmpi.eviction import Eviction, Hold, Way
 from bgmpi.kv_places import KvPlaces
-from bgmpi.sequence_manager import Eviction, Hold, SequenceManager, Way
+from bgmpi.sequence_manager import SequenceManager
 
 FIXED, PER_TOKEN = 10e-3, 50e-6  # seconds
 KV_BYTES = 128 * 1024  # a token: 32 layers, 8 KV heads of 128, bfloat16
@@ -117,7 +118,7 @@ def run(job: Job, way: str, hold: Hold, pool: int) -> Outcome:
                     outcome.mean_sct[link] += ended * now / len(job.prompts)
                 _refill(manager, outcome)
     manager.check()
-    outcome.wasted = manager.wasted_tokens
+    outcome.wasted = manager.tokens.wasted
     return outcome
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from bgmpi.config import Config
 from bgmpi.errors import UsageError, WriteError
+from bgmpi.eviction import Hold
 from bgmpi.executor import Executor, Shape
 from bgmpi.io.host_store import HostStore
 from bgmpi.io.kv_spill import KvSpill
@@ -32,7 +33,7 @@ from bgmpi.model import Model
 from bgmpi.prepare import Job, page_bytes, together
 from bgmpi.pulse import Phase
 from bgmpi.sampling import Sampler
-from bgmpi.sequence_manager import Hold, SequenceManager
+from bgmpi.sequence_manager import SequenceManager
 from bgmpi.weight_plan import WeightPlan, plan_weights, weight_bytes
 from bgmpi.weight_ring import WeightRing
 from bgmpi.world import World

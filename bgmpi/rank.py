@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from bgmpi.backlog import Entry
+from bgmpi.eviction import Way
 from bgmpi.executor import Executor, Head
 from bgmpi.group import Group
 from bgmpi.io.host_store import HostStore
@@ -32,7 +33,7 @@ from bgmpi.pulse import Phase
 from bgmpi.request import Answer, Begun, Finish, Request
 from bgmpi.sampling import Drawn, Sampler
 from bgmpi.saved_kv import restore
-from bgmpi.sequence_manager import Ended, SequenceManager, Way
+from bgmpi.sequence_manager import Ended, SequenceManager
 from bgmpi.shard import Shard
 from bgmpi.shared_prefixes import Prefix
 from bgmpi.step_plan import StepPlan
@@ -72,10 +73,6 @@ class Tally:
 
     steps: int = 0
     seconds: float = 0.0
-    prompt: int = 0
-    generated: int = 0
-    wasted: int = 0
-    reused: int = 0
     thin: int = 0
     full: int = 0
 
@@ -224,9 +221,7 @@ class Rank:
     def report(self) -> Reported:
         """Return what happened since the last report.  Local."""
         manager, tally, deeds = self.manager, self._tally, tuple(self._deeds)
-        self._tally = Tally(
-            0, 0.0, manager.prompt_tokens, manager.generated_tokens, manager.wasted_tokens, manager.reused_tokens
-        )  # fmt: skip
+        self._tally, tokens = Tally(), manager.tokens.take()
         answered = np.concatenate(self._answered) if self._answered else NOBODY
         self._answered.clear()
         self._deeds.clear()
@@ -240,12 +235,12 @@ class Rank:
             slots_free=manager.active_set.free,
             backlog=len(manager.backlog),
             steps=tally.steps,
-            prompt_tokens=manager.prompt_tokens - tally.prompt,
-            generated_tokens=manager.generated_tokens - tally.generated,
-            wasted_tokens=manager.wasted_tokens - tally.wasted,
+            prompt_tokens=tokens.prompt,
+            generated_tokens=tokens.generated,
+            wasted_tokens=tokens.wasted,
+            reused_tokens=tokens.reused,
             thin_steps=tally.thin,
             full_steps=tally.full,
-            reused_tokens=manager.reused_tokens - tally.reused,
             seconds=tally.seconds,
             active=manager.active_set.sequence[few],
             decoded=manager.active_set.decoded(few),

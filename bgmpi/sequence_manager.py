@@ -9,10 +9,7 @@ to yield, and the backlog is opened strictly oldest first, so every sequence adv
 older; rank 0 hands out no sequence that is more urgent than an earlier one, unless by MIGRATE, so nobody is overtaken
 for ever (`fairness`).
 
-Who yields where pages run short is, of the least urgent, whom the hold policy names: the longest decoded (the paper) or
-the shortest (its released code, and what benchmarks/hold_policy.py shows to be better by one to five percent where
-answers differ in length).  On a device the yielded KV goes home; at home its full pages go to the disk tier; where
-there is none the sequence gives its KV up and computes it again, its tokens are kept.
+Who yields where pages run short, and what becomes of its KV, is `eviction`'s matter.
 
 What prompts share is computed once (`shared_prefixes`).  Who would begin with a prefix that another computes is passed
 over until it is there; the pages that it will need stay free for it, so passing over is no overtaking.
@@ -23,7 +20,6 @@ Invariant: one owner of every slot and page, `check` proves it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +28,7 @@ from bgmpi.active_set import ActiveSet
 from bgmpi.backlog import NO_PAGES, Backlog, Entry
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
+from bgmpi.eviction import Eviction, Hold, Way, choose_spills, choose_victim
 from bgmpi.fairness import age_key, level_of
 from bgmpi.kv_places import KvPlaces
 from bgmpi.paged_kv import RESERVE, Pages
@@ -39,32 +36,9 @@ from bgmpi.primitives import Ids, Moved
 from bgmpi.request import Finish
 from bgmpi.shared_prefixes import NO_ONE, SharedPrefixes, Start
 from bgmpi.step_plan import StepPlan, plan_step
+from bgmpi.token_counts import TokenCounts
 
 NOT_ENDED = -1
-
-
-class Hold(StrEnum):
-    """Who yields first when pages run short."""
-
-    LONGEST = "longest-decoded"
-    SHORTEST = "shortest-decoded"
-
-
-class Way(StrEnum):
-    """What becomes of the KV of slots that must make room: DEMOTE: device to home, GIVE_UP: thrown away, SPILL: full
-    pages from home to disk."""
-
-    DEMOTE = "demote"
-    GIVE_UP = "give up"
-    SPILL = "spill"
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """Slots int64 [k] that must make room, and how.  Nothing has changed yet but what `evicted` commits."""
-
-    way: Way
-    slots: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +69,10 @@ class SequenceManager:
         self.budget = budget
         self.backlog = Backlog()
         self.active_set = ActiveSet(slots, most_tokens)
-        self.prompt_tokens = 0
-        self.generated_tokens = 0
-        self.wasted_tokens = 0
-        self.reused_tokens = 0
+        self.tokens = TokenCounts()
         self.full = False
         self._copies: list[tuple[int, int]] = []
         self._hold = hold
-        self._computed_before: dict[int, int] = {}
         self._admitted = 0
         self._moves: list[tuple[State, list[int]]] = []
         self._silent: set[int] = set()
@@ -145,7 +115,7 @@ class SequenceManager:
     def gone(self, sequence: int, given: Pages) -> None:
         """Let go of a sequence that another rank has taken; given: pages for those it took without a copy."""
         entry = self.backlog.gone(sequence)
-        self._computed_before.pop(sequence, None)
+        self.tokens.forget(sequence)
         self.prefixes.leave(sequence)
         if len(given):
             self.kv.trade(given=entry.home, taken=given)
@@ -222,7 +192,9 @@ class SequenceManager:
         slots, places, known = self.active, self.places, self.active_set.known
         places.grow(slots, known[slots])
         dry = int(self.kv.dry(slots).sum())
-        if places.disk is not None and (spill := self._choose_spills(max(dry, self._pressed()))):
+        if places.disk is not None and (
+            spill := choose_spills(self.active_set, places, max(dry, self._pressed()))
+        ):
             return spill
         if dry:
             while self._strip():
@@ -230,11 +202,12 @@ class SequenceManager:
                 if not self.kv.dry(slots).any():
                     break
             else:
-                return Eviction(Way.GIVE_UP, self._victim(slots[1:]))
+                return Eviction(Way.GIVE_UP, choose_victim(self.active_set, slots[1:], self._hold))
         if places.device is not None:
             resident = slots[places.resident[slots]]
             if places.device.dry(resident).any():
-                return Eviction(Way.DEMOTE, self._victim(resident[1:] if len(resident) > 1 else resident))
+                others = resident[1:] if len(resident) > 1 else resident
+                return Eviction(Way.DEMOTE, choose_victim(self.active_set, others, self._hold))
         return None
 
     def evicted(self, eviction: Eviction) -> list[int]:
@@ -360,7 +333,9 @@ class SequenceManager:
         A faulted sequence gets no token.  The ended ones stay in their slots until `retire`.
         """
         active, count = self.active_set, np.diff(plan.first)
-        self._count_work(plan, count)
+        if not self._silent:  # else its leader counts
+            prompt, names = active.prompt[plan.slots], active.sequence[plan.slots]
+            self.tokens.step(names, prompt, plan.before, count, int(plan.emits.sum()))
         active.with_kv[plan.slots] += count
         drawn = plan.slots[plan.emits]
         good = drawn[~fault]
@@ -455,8 +430,7 @@ class SequenceManager:
         if fresh and start.link != NO_ONE:
             self.prefixes.link(entry.sequence, start.link)
             self.places.stored[slot] = start.with_kv
-            if entry.sequence not in self._computed_before:
-                self.reused_tokens += start.with_kv
+            self.tokens.reuse(entry.sequence, start.with_kv)
             if start.tail != NO_ONE:
                 self._copies.append((start.tail, int(self.kv.table[slot, len(start.borrowed)])))
         self.prefixes.begun(entry.sequence, slot, entry.tokens)
@@ -464,34 +438,9 @@ class SequenceManager:
 
     def _give_up(self, entry: Entry) -> None:
         """Give back the pages of an entry that will compute its KV again."""
-        self._computed_before[entry.sequence] = entry.with_kv
+        self.tokens.lose(entry.sequence, entry.with_kv)
         self.prefixes.unlink(entry.sequence)
         self.places.release(entry)
-
-    def _choose_spills(self, pages: int) -> Eviction | None:
-        """Hold disk pages for the full pages of those that have most at home, until `pages` would become free."""
-        active = self.active
-        full = self.places.can_spill(active, self.active_set.with_kv[active])
-        chosen: list[int] = []
-        for place in np.argsort(-full, kind="stable").tolist():
-            slot, count = int(active[place]), int(full[place])
-            if pages <= 0 or not count or not self.places.begin_spill(slot, count):
-                break
-            chosen.append(slot)
-            pages -= count
-        return Eviction(Way.SPILL, np.array(chosen, np.int64)) if chosen else None
-
-    def _victim(self, candidates: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Choose who yields, of the least urgent by the hold policy, the youngest of equals: slots int64 [1]."""
-        if not len(candidates):
-            alone = self.active_set.sequence[self.active[0]]
-            raise InternalError(f"sequence {alone} is alone and has no page left")
-        level = self.active_set.level(candidates)
-        candidates = candidates[level == level.max()]
-        decoded = self.active_set.decoded(candidates)
-        best = decoded.max() if self._hold is Hold.LONGEST else decoded.min()
-        victim: NDArray[np.int64] = candidates[decoded == best][-1:]
-        return victim
 
     def _lift(self, slot: int, keep: bool) -> tuple[int, Entry]:
         """Take a sequence out of its slot -> its order and entry; keep: with the pages of its KV."""
@@ -504,7 +453,7 @@ class SequenceManager:
             self.prefixes.put_down(sequence)
         else:
             self.prefixes.unlink(sequence)
-            self._computed_before[sequence] = with_kv
+            self.tokens.lose(sequence, with_kv)
             self._moved(State.YIELDED, [sequence])
         order = int(active.order[slot])
         entry = Entry(
@@ -532,19 +481,3 @@ class SequenceManager:
             self._moves[-1][1].extend(sequences)
         else:
             self._moves.append((state, list(sequences)))
-
-    def _count_work(self, plan: StepPlan, count: NDArray[np.int32]) -> None:
-        if self._silent:
-            return  # its leader counts
-        prompt = np.clip(self.active_set.prompt[plan.slots] - plan.before, 0, count)
-        self.prompt_tokens += int(prompt.sum())
-        self.generated_tokens += int(plan.emits.sum())
-        if not self._computed_before:
-            return
-        for slot, before, size in zip(plan.slots.tolist(), plan.before.tolist(), count.tolist(), strict=True):
-            sequence = int(self.active_set.sequence[slot])
-            again = self._computed_before.get(sequence)
-            if again is not None:
-                self.wasted_tokens += min(size, max(0, again - before))
-                if before + size >= again:
-                    del self._computed_before[sequence]

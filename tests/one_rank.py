@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from bgmpi.backlog import Entry
+from bgmpi.eviction import Hold
 from bgmpi.kv_places import KvPlaces
-from bgmpi.sequence_manager import Hold, SequenceManager
+from bgmpi.sequence_manager import SequenceManager
 
 TIERS: dict[str, dict[str, Any]] = {
     "in place": {},

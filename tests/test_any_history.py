@@ -31,11 +31,12 @@ from bgmpi.backlog import Entry
 from bgmpi.coroutine import IllegalMove, State, StateTable, legal_moves
 from bgmpi.drill import Drill
 from bgmpi.errors import InternalError
+from bgmpi.eviction import Hold
 from bgmpi.long_tail import TailRules
 from bgmpi.primitives import Arrived, Event, InputEnded, Migrate, Partition, Refused, Restored, Stop
 from bgmpi.request import Finish
 from bgmpi.scheduler import Rules, Scheduler
-from bgmpi.sequence_manager import Hold, SequenceManager
+from bgmpi.sequence_manager import SequenceManager
 
 NAMES = 8
 #: To make a history shorter takes minutes; the long search does that.

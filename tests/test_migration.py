@@ -247,7 +247,7 @@ def disk_is_given_up() -> None:
                     assert mover.moves() == [(State.YIELDED, [5])]
                     mover.run(2)
                     assert manager.active_set.known[manager.active].tolist() == [21]
-                    assert manager.wasted_tokens == (0 if room else 18)
+                    assert manager.tokens.wasted == (0 if room else 18)
                 if world.rank == 1:
                     assert manager.places.disk is not None and manager.places.disk.free == 8
                 mover.check_node()

@@ -12,8 +12,9 @@ from one_rank import TIERS, advance, boundary, entry, make, run_to_end
 
 from bgmpi.coroutine import State
 from bgmpi.errors import InternalError
+from bgmpi.eviction import Hold, Way
 from bgmpi.request import Finish
-from bgmpi.sequence_manager import Hold, SequenceManager, Way
+from bgmpi.sequence_manager import SequenceManager
 
 
 def test_a_long_prompt_is_cut_to_the_budget_behind_the_decoding_ones() -> None:
@@ -93,8 +94,8 @@ def test_what_a_yield_threw_away_is_counted_when_it_is_computed_again() -> None:
     manager = make(slots=2, pages=7)
     manager.admit([entry(0, 4, 16), entry(1, 4, 16)])
     run_to_end(manager, {})
-    assert manager.wasted_tokens > 0
-    assert manager.generated_tokens == 32
+    assert manager.tokens.wasted > 0
+    assert manager.tokens.generated == 32
 
 
 def test_an_entry_that_can_never_fit_is_an_internal_error_here() -> None:
@@ -123,8 +124,8 @@ def test_every_sequence_ends_once_with_its_tokens_whatever_the_pools_and_levels(
     assert ended == {i: prompt + min(new, stop) for i, (prompt, new, stop) in enumerate(jobs)}
     for pool in (manager.places.home, manager.places.device, manager.places.disk):
         assert pool is None or pool.free == pool.pages
-    assert manager.generated_tokens == sum(min(new, stop) for _, new, stop in jobs)
-    assert manager.prompt_tokens - manager.wasted_tokens <= sum(prompt for prompt, _, _ in jobs)
+    assert manager.tokens.generated == sum(min(new, stop) for _, new, stop in jobs)
+    assert manager.tokens.prompt - manager.tokens.wasted <= sum(prompt for prompt, _, _ in jobs)
 
 
 def test_the_more_urgent_start_first_and_equals_in_their_order() -> None:
@@ -171,7 +172,7 @@ def test_the_disk_lets_more_be_active_than_the_home_holds() -> None:
             if manager.plan() is not None:
                 advance(manager)
     assert most >= 6
-    assert manager.wasted_tokens == 0
+    assert manager.tokens.wasted == 0
 
 
 def test_with_a_disk_only_pages_that_still_fill_are_at_home_while_others_wait() -> None:
@@ -192,7 +193,7 @@ def test_with_a_disk_only_pages_that_still_fill_are_at_home_while_others_wait() 
         assert len(manager.active) >= 28
         for _ in range(4):
             advance(manager)
-    assert manager.wasted_tokens == 0
+    assert manager.tokens.wasted == 0
 
 
 def test_what_is_suspended_keeps_its_kv_and_goes_on_where_it_was() -> None:
@@ -212,7 +213,7 @@ def test_what_is_suspended_keeps_its_kv_and_goes_on_where_it_was() -> None:
     assert plan.before.tolist() == [6, 6]
     assert manager.active_set.sequence[plan.slots].tolist() == [0, 1]
     run_to_end(manager, {})
-    assert manager.wasted_tokens == 0
+    assert manager.tokens.wasted == 0
     assert [State(m.state) for m in manager.take_moves()] == [State.ACTIVE, State.DONE]
 
 
@@ -270,4 +271,4 @@ def test_a_device_that_runs_dry_sends_kv_home_and_nobody_stops() -> None:
             assert len(plan.slots) == 3
             advance(manager)
     assert set(ways) == {Way.DEMOTE}
-    assert manager.wasted_tokens == 0
+    assert manager.tokens.wasted == 0

@@ -19,12 +19,13 @@ from moving_ranks import Broken
 
 from bgmpi.backlog import Entry
 from bgmpi.errors import BgmpiError
+from bgmpi.eviction import Way
 from bgmpi.kernels.cpu import CpuBackend
 from bgmpi.kv_places import KvPlaces
 from bgmpi.kv_stream import KvStream
 from bgmpi.migration import _receive, parcel_of
 from bgmpi.request import Request, Sampling
-from bgmpi.sequence_manager import SequenceManager, Way
+from bgmpi.sequence_manager import SequenceManager
 from bgmpi.shared_prefixes import NO_ONE, Prefix, SharedPrefixes
 from bgmpi.transcript import Transcript
 
@@ -300,8 +301,8 @@ def test_a_prefix_is_computed_once_and_the_others_begin_behind_it() -> None:
     manager = admitted(group(2, 3, 4))
     assert step(manager) == [13 + 2], "the first carries, the others wait"
     assert step(manager) == [1, 3, 4], "and begin at the token behind the prefix, in the same round"
-    assert manager.reused_tokens == 2 * 13
-    assert manager.prompt_tokens == 13 + 2 + 3 + 4
+    assert manager.tokens.reused == 2 * 13
+    assert manager.tokens.prompt == 13 + 2 + 3 + 4
 
 
 def test_full_pages_are_the_same_and_the_tail_is_copied() -> None:
@@ -362,7 +363,7 @@ def test_whoever_has_other_tokens_than_the_prefix_computes_all_of_them() -> None
     manager = admitted([entries[0], Entry(1, wrong, entries[1].prompt, entries[1].most, prefixes=path_of(1))])
     step(manager)
     assert step(manager) == [1, 16]
-    assert manager.reused_tokens == 0
+    assert manager.tokens.reused == 0
 
 
 def test_nobody_enters_where_nothing_is_shared() -> None:
