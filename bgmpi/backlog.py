@@ -69,6 +69,11 @@ class Backlog:
         for _, entry in (*self._queue, *self._held.values(), *self._leaving.values()):
             yield entry
 
+    def queued(self) -> Iterator[Entry]:
+        """Yield the entries of the queue, in no order."""
+        for _, entry in self._queue:
+            yield entry
+
     def first(self) -> tuple[int, Entry]:
         """Return the oldest of the queue, which stays there."""
         return self._queue[0]

@@ -341,7 +341,8 @@ class Rank:
         manager = self.manager
         room = manager.active_set.free > len(manager.active) // 8 and manager.kv.free > manager.kv.pages // 8
         # A group steps together: one member alone must not leave the round.
-        last = (more and not manager.backlog and room) or (bool(self.world.stop.reason) and self._sharded is None)
+        starves = more and room and manager.runs_dry(tokens)
+        last = starves or (bool(self.world.stop.reason) and self._sharded is None)
         if self.world.size == 1 or not self.executor.lockstep:
             return tokens, last
         everyone = self.world.all_gather_counts(np.array([tokens, last], np.int64))

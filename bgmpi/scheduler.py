@@ -50,6 +50,8 @@ from bgmpi.step_times import StepTimes
 
 _STANDING = (State.ACTIVE, State.YIELDED)
 _SHUN_ROUNDS = 16
+#: A rank is given sequences for this part of its pages beyond the free ones: what may come to be free in a round.
+_PAGES_AHEAD = 2
 #: A unit counts at most for this part of a rank's pages when it is given to it.
 _UNIT_SHARE = 8
 
@@ -352,7 +354,7 @@ class Scheduler:
         names = names[: begins[-1]]
         pages = np.zeros(self.ranks, np.int64)
         for report in known:
-            pages[report.rank] = report.free_pages + report.pool_pages // 4
+            pages[report.rank] = report.free_pages + report.pool_pages // _PAGES_AHEAD
         pages -= roster.count[:, State.WAITING] + roster.incoming
         need = np.add.reduceat(roster.pages(names, self.rules.page_tokens), begins[:-1])
         # A unit that does not fit at once may wait in a rank's backlog: it must not wait until the rank is empty.

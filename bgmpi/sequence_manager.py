@@ -321,6 +321,16 @@ class SequenceManager:
         """Choose what the next step computes; None when nothing can run."""
         return plan_step(self.active_set, self.places, self.budget)
 
+    def runs_dry(self, planned: int) -> bool:
+        """Say whether all that is here could not fill the step behind one of `planned` tokens."""
+        active = self.active_set
+        left = int(active.missing(active.slots).sum()) - planned + len(active)
+        for entry in self.backlog.queued():
+            if left >= self.budget:
+                break
+            left += len(entry.tokens) - (entry.prefixes[-1].depth if entry.prefixes else 0)
+        return left < self.budget
+
     def commit(
         self,
         plan: StepPlan,
