@@ -12,8 +12,8 @@ off.  Physics: 41,600 of 281,600 prompt tokens are computed, and 12,800 of answe
 everywhere the ratio is (41,600 + 12,800) / (281,600 + 12,800) = 0.185, and decoding is dearer a token than prefill but
 reads the shared prefix once.  Prefill is held against the GEMM peak that is measured between its steps (`gauge`).
 
-Parts.  The same job, and one of mixed groups (half with long answers, half with long prompts) in steps of 256 tokens, so
-that prefill takes as long as the answers, with each part switched off in turn: sharing, the attention kernel that
+Parts.  The same job, and one of mixed groups (half with long answers, half with long prompts) in steps of 256 tokens,
+so that prefill takes as long as the answers, with each part switched off in turn: sharing, the attention kernel that
 computes a shared prefix once, the order, and memory-centric batches (instead: at most 32 requests at once).
 
 Prints tables, then one JSON line.
@@ -187,7 +187,8 @@ def run_tokens(job: Job, folder: Path, threads: int, mode: str) -> Summary:
 def tokens_table(jobs: list[Job], folder: Path, threads: int) -> tuple[dict[str, float], list[Limit]]:
     """Run the four jobs; print the table, return figures and the limit."""
     print(f"{'prefill tokens saved, %':>24} {'sequences':>9} {'tokens':>10} {'memory':>8} {'optimum':>8} "
-          f"{'run':>6} {'of it':>7} {'one level':>9} {'greedy':>7} {'LRU':>6} {'steps':>6} {'full':>5} {'valleys':>8} {'s':>6}")
+          f"{'run':>6} {'of it':>7} {'one level':>9} {'greedy':>7} {'LRU':>6} {'steps':>6} {'full':>5} {'valleys':>8} "
+          f"{'s':>6}")
     figures: dict[str, float] = {}
     shares = []
     for job in jobs:
