@@ -171,19 +171,24 @@ def test_urgent_rows_behind_many_others_are_answered_early_with_the_same_tokens(
     requests = jobs.write_requests(tmp_path / "r.jsonl", [late, *bulk, *soon, sooner, *wrong])
     words = ["--model", model, "-i", requests, "--dtype", "float32", "--max-num-seqs", "2", "--page-tokens", "4",
              "--check", "--progress", "off"]
-    plain, fair = tmp_path / "plain.h5", tmp_path / "fair.h5"
-    ended = jobs.run_jobs(
-        ranks, [[*words, "-o", plain, "--ageing", "0"], [*words, "-o", fair, "--ageing", "3"]], tmp_path
-    )
-    assert jobs.tokens_of(plain) == jobs.tokens_of(fair), ended
+    plain, fair, shared = tmp_path / "plain.h5", tmp_path / "fair.h5", tmp_path / "shared.h5"
+    alone = ["--prefix-sharing", "off"]
+    ended = jobs.run_jobs(ranks, [
+        [*words, "-o", plain, "--ageing", "0"], [*words, "-o", fair, "--ageing", "3", *alone],
+        [*words, "-o", shared, "--ageing", "3"],
+    ], tmp_path)  # fmt: skip
+    assert jobs.tokens_of(plain) == jobs.tokens_of(fair) == jobs.tokens_of(shared), ended
+    assert "sharing prefixes leaves" in ended.stderr
     with h5py.File(fair, "r") as file:
         queued, done = file["samples/queued"][:], file["samples/done"][:]
         assert file["errors/row"][:].tolist() == [46, 47]
         assert file["errors/param/values"][:].tobytes().decode() == "prioritydeadline_s"
     # Turns: the one with a deadline, two urgent ones, the oldest row; two urgent ones, a plain one, the oldest.
     assert queued[45] <= queued[41] and queued[42] <= queued[0] <= queued[43] <= queued[44] <= queued[40]
-    urgent = np.sort(done[41:46])
-    assert (np.sort(done[:41])[8:] > urgent[-1]).all()
+    assert (np.sort(done[:41])[8:] > done[41:46].max()).all()
+    with h5py.File(shared, "r") as file:
+        done = file["samples/done"][:]
+    assert (np.sort(done[:41])[8:] > done[41:46].max()).all()
     with h5py.File(plain, "r") as file:
         done = file["samples/done"][:]
     assert done[41:46].min() > np.median(done[:41])

@@ -123,13 +123,19 @@ def test_prompts_rows_and_plan_are_those_of_the_input(model: Path, tmp_path: Pat
     assert f"36 prompts of {logical} tokens" in ended.stderr, ended
 
 
+def assert_same_plan(spread: dict[str, list], alone: dict[str, list]) -> None:
+    """Equal but for the units, which are smaller where more ranks must be kept busy."""
+    assert len(set(spread.pop("unit"))) > len(set(alone.pop("unit")))
+    assert spread == alone
+
+
 @launch.on_ranks(2, 3)
 def test_spread_over_ranks_all_is_as_on_one(ranks: int, model: Path, tmp_path: Path) -> None:
     alone, _ = tokenise(1, model, tmp_path)
     spread, _ = tokenise(ranks, model, tmp_path)
     assert len(spread["reads"]) == ranks and min(spread.pop("reads")) > 0
     assert alone.pop("reads") == [37]
-    assert spread == alone
+    assert_same_plan(spread, alone)
 
 
 @launch.on_ranks(3)
@@ -138,7 +144,7 @@ def test_a_rank_whose_node_lacks_the_input_takes_no_part(ranks: int, model: Path
     spread, ended = tokenise(ranks, model, tmp_path, blind=1)
     reads = spread.pop("reads")
     assert reads[1] == 0 < min(reads[0], reads[2]) and sum(reads) == sum(alone.pop("reads"))
-    assert spread == alone
+    assert_same_plan(spread, alone)
     assert "1 of 3 ranks take no part" in ended.stderr, ended
 
 
