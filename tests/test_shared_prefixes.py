@@ -258,6 +258,7 @@ def test_pages_are_shared_rightly_and_freed_in_any_history() -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(900)
 def test_pages_are_shared_rightly_and_freed_in_many_histories() -> None:
     run_state_machine_as_test(Ranks, settings=settings(max_examples=2000, stateful_step_count=60, deadline=None))
 
