@@ -50,7 +50,7 @@ from bgmpi.kernels import cpu_attention
 from bgmpi.prefix_groups import lifted_groups
 from bgmpi.prefix_tree import PrefixTreeBuilder
 from bgmpi.report import Summary
-from bgmpi.share_plan import prefill_tokens, pruned, share_plan
+from bgmpi.share_plan import one_level_tokens, share_plan
 from bgmpi.unit_order import UnitOrder
 
 PAGE_TOKENS = 64
@@ -165,10 +165,8 @@ def greedy_tokens(job: Job) -> tuple[int, int]:
         return pages
 
     tree = builder.build(weight, read)
-    kept = pruned(tree, lifted_groups(tree))
-    alone = np.full(len(kept.depth), -1, np.int32)
     optimum = share_plan(tree, weight, length, mode="multi-level").optimum
-    return optimum, prefill_tokens(kept.depth, alone, kept.node, weight, length)
+    return optimum, one_level_tokens(tree, lifted_groups(tree), weight, length)
 
 
 def run_tokens(job: Job, folder: Path, threads: int, mode: str) -> Summary:

@@ -46,7 +46,7 @@ class Order(Protocol):
 
 
 class _Held(NamedTuple):
-    """A sequence that was read and has no rank yet.  prompt: its number in the job, -1 where it shares nothing."""
+    """A sequence that was read and has no rank yet.  prompt: its number in the job, where all are tokenised already."""
 
     request: Request
     sample: int

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bgmpi.errors import InternalError
-from bgmpi.share_plan import SharePlan
+from bgmpi.share_plan import SharePlan, sums_below
 from bgmpi.shared_prefixes import Prefix
 
 
@@ -23,7 +23,7 @@ class PrefixLedger:
 
     def __init__(self, plan: SharePlan, weight: NDArray[np.int32]) -> None:
         self._plan = plan
-        self._left = sequences_below(plan, weight)
+        self._left = sums_below(plan.parent, plan.node, weight)
         self._told = bytearray(len(plan.depth))
         self._closed: list[int] = []
 
@@ -54,14 +54,3 @@ class PrefixLedger:
         if (self._left < 0).any():
             node = int(np.flatnonzero(self._left < 0)[0])
             raise InternalError(f"{-int(self._left[node])} more sequences left prefix {node} than it had")
-
-
-def sequences_below(plan: SharePlan, weight: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return how many sequences begin with each node's prefix, int64 [K]."""
-    nodes = len(plan.depth)
-    here = np.bincount(plan.node[plan.node >= 0], weight[plan.node >= 0], nodes).astype(np.int64)
-    below, above = here.copy(), plan.parent.copy()
-    while (inner := np.flatnonzero(above >= 0)).size:
-        below += np.bincount(above[inner], here[inner], nodes).astype(np.int64)
-        here, above = here[inner], plan.parent[above[inner]]
-    return below

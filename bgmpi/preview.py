@@ -9,20 +9,19 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bgmpi.config import Config
 from bgmpi.errors import UsageError
 from bgmpi.prefix_groups import lifted_groups
-from bgmpi.prefix_ledger import sequences_below
 from bgmpi.prefix_tree import PrefixTree
 from bgmpi.prepare import Job, prepare
 from bgmpi.primitives import Counts
-from bgmpi.share_plan import SharePlan, prefill_tokens, pruned, share_plan
+from bgmpi.share_plan import Mode, SharePlan, one_level_tokens, share_plan, sums_below
 from bgmpi.sharing import caps_of
-from bgmpi.tokenising import Prompts, mode_of, tokenise
+from bgmpi.tokenising import Prompts, tokenise
 from bgmpi.world import World
 
 #: Groups to show, and the most shared prefixes for which the greedy collapse is tried as well.
@@ -61,7 +60,7 @@ def _facts(job: Job, prompts: Prompts, tree: PrefixTree) -> list[tuple[str, str]
     config, weight = job.config, prompts.weight
     length = prompts.store.lengths.astype(np.int64)
     wanted = "multi-level" if config.prefix_sharing == "off" else config.prefix_sharing
-    plans = {mode: share_plan(tree, weight, length, mode=mode_of(mode)) for mode in ("multi-level", "one-level")}
+    plans = {mode: share_plan(tree, weight, length, mode=mode) for mode in get_args(Mode)}
     plan, logical = plans[wanted], plans[wanted].logical
     rows = np.arange(len(job.index))
     refused = int(np.count_nonzero(prompts.store.lengths[prompts.first[:-1]] == 0)) if len(rows) else 0
@@ -77,7 +76,8 @@ def _facts(job: Job, prompts: Prompts, tree: PrefixTree) -> list[tuple[str, str]
     ]
     facts += [(mode, _saved(other.computed, logical)) for mode, other in plans.items() if mode != wanted]
     if len(tree.depth) <= _CHEAP:
-        facts.append(("one-level, greedy", _saved(_greedy(tree, weight, length), logical)))
+        greedy = one_level_tokens(tree, lifted_groups(tree), weight, length)
+        facts.append(("one-level, greedy", _saved(greedy, logical)))
     groups = _groups(job, prompts, plan)
     facts.append(("shared prefixes", f"{len(plan.depth):,}, in {plan.units:,} units"))
     if groups:
@@ -91,15 +91,9 @@ def _saved(computed: int, logical: int) -> str:
     return f"{computed:,} prompt tokens to compute, {share:.1%} saved"
 
 
-def _greedy(tree: PrefixTree, weight: NDArray[np.int32], length: Counts) -> int:
-    """Return the prompt tokens that are computed with the groups of the bottom-up greedy."""
-    kept = pruned(tree, lifted_groups(tree))
-    return prefill_tokens(kept.depth, np.full(len(kept.depth), -1, np.int32), kept.node, weight, length)
-
-
 def _groups(job: Job, prompts: Prompts, plan: SharePlan) -> list[_Group]:
     """Return the groups with the most shared tokens, most first."""
-    members = sequences_below(plan, prompts.weight)
+    members = sums_below(plan.parent, plan.node, prompts.weight)
     tokens = members * plan.depth
     largest = np.argsort(-tokens, kind="stable")[:_SHOWN].tolist()
     page = job.config.page_tokens

@@ -242,13 +242,15 @@ class SequenceManager:
                 spare += self._pages_ahead(entry)
                 continue
             crowded = self._could_start() * self.kv.pages_for(entry.most) > self.kv.free
-            if not self.places.open(active.next_free(), entry, spare, crowded=crowded, borrowed=start.borrowed):
+            begun = replace(entry, with_kv=start.with_kv)
+            if not self.places.open(active.next_free(), begun, spare, crowded=crowded, borrowed=start.borrowed):
                 if len(active) or not self._strip():
                     self.full = True
                     break
                 continue  # nobody would ever make room: what younger ones keep must go
             self.backlog.pop()
-            slot = self._seat(order, entry, start)
+            slot = active.place(order, begun)
+            self._begin(slot, entry, start)
             opened.append((slot, entry))
             spare += self.kv.growing(np.array([slot]))
         for order, entry in passed:
@@ -433,18 +435,14 @@ class SequenceManager:
         shared = entry.prefixes[-1].depth // self.kv.page_tokens
         return max(0, self.kv.pages_for(len(entry.tokens)) - shared) + RESERVE
 
-    def _seat(self, order: int, entry: Entry, start: Start) -> int:
-        """Make an entry active whose pages are open; -> its slot."""
-        fresh = not entry.with_kv
-        slot = self.active_set.place(order, replace(entry, with_kv=start.with_kv) if fresh else entry)
-        if fresh and start.link != NO_ONE:
+    def _begin(self, slot: int, entry: Entry, start: Start) -> None:
+        """Note how an entry, as it was before, became active."""
+        if not entry.with_kv and start.link != NO_ONE:
             self.prefixes.link(entry.sequence, start.link)
-            self.places.stored[slot] = start.with_kv
             self.tokens.reuse(entry.sequence, start.with_kv)
             if start.tail != NO_ONE:
                 self._copies.append((start.tail, int(self.kv.table[slot, len(start.borrowed)])))
         self.prefixes.begun(entry.sequence, slot, entry.tokens)
-        return slot
 
     def _give_up(self, entry: Entry) -> None:
         """Give back the pages of an entry that will compute its KV again."""

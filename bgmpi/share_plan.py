@@ -13,7 +13,7 @@ larger than a rank can take at once gains nothing by waiting for room.  So a uni
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,30 @@ def prefill_tokens(
     from_zero = np.append(depth, np.int32(0)).astype(np.int64)  # [-1]: no node
     edges = from_zero[:-1] - from_zero[parent]
     return int(edges.sum() + (weight * (length - from_zero[node])).sum())
+
+
+def one_level_tokens(
+    tree: PrefixTree, used: NDArray[np.bool_], weight: NDArray[np.int32], length: NDArray[np.int64]
+) -> int:
+    """Return the prefill tokens when each prompt shares the deepest of the `used` nodes, bool [m], on its path."""
+    kept = pruned(tree, used)
+    return prefill_tokens(kept.depth, np.full(len(kept.depth), -1, np.int32), kept.node, weight, length)
+
+
+def sums_below(
+    parent: NDArray[np.int32], node: NDArray[np.int32], weight: NDArray[np.integer[Any]]
+) -> NDArray[np.int64]:
+    """Sum the weights of all that hangs on each node or below it, int64 [K].
+
+    parent: int32 [K], -1 for none; node: int32 [n], on which each hangs, -1 for none; weight: [n].
+    """
+    nodes = len(parent)
+    here = np.bincount(node[node >= 0], weight[node >= 0], nodes).astype(np.int64)
+    below, above = here.copy(), parent.copy()
+    while (inner := np.flatnonzero(above >= 0)).size:
+        below += np.bincount(above[inner], here[inner], nodes).astype(np.int64)
+        here, above = here[inner], parent[above[inner]]
+    return below
 
 
 def pruned(tree: PrefixTree, keep: NDArray[np.bool_]) -> PrefixTree:

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from bgmpi.fairness import Wishes, levels_among
 from bgmpi.primitives import Ids
+from bgmpi.share_plan import sums_below
 
 #: Levels of larger prefixes, from the top, by which units stand together.
 _LEVELS = 8
@@ -196,11 +197,7 @@ def larger_prefixes(
     node: int32 [n], what each row shares; members: int32 [n], rows unit by unit; begin: int32 [units + 1].
     """
     size, above = np.diff(begin), node[members[begin[:-1]]]
-    below = np.zeros(len(parent) + 1, np.int64)
-    here = node.copy()
-    while (inner := here >= 0).any():
-        below += np.bincount(here[inner], minlength=len(below))
-        here = parent[here[inner]]
+    below = np.append(sums_below(parent, node, np.ones(len(node), np.int32)), 0)  # [-1]: no node
     found = []
     while (above >= 0).any():
         larger = below[above] > size

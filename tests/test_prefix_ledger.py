@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bgmpi.errors import InternalError
-from bgmpi.prefix_ledger import PrefixLedger, sequences_below
-from bgmpi.share_plan import SharePlan
+from bgmpi.prefix_ledger import PrefixLedger
+from bgmpi.share_plan import SharePlan, sums_below
 
 
 @st.composite
@@ -39,7 +39,7 @@ def test_sequences_are_counted_below_every_node_of_their_path(drawn: tuple[Share
     for prompt, sequences in enumerate(weight.tolist()):
         for node in plan.path(prompt):
             below[node] += sequences
-    assert sequences_below(plan, weight).tolist() == below
+    assert sums_below(plan.parent, plan.node, weight).tolist() == below
 
 
 @given(plans(), st.randoms(use_true_random=False))
